@@ -53,8 +53,8 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.4",
         "hypothesis>=6.100",
         "psutil>=6",
-        # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the last
-        # release for 3.10.
+        # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the
+        # last release for 3.10.
         "transformers==5.24.0; python_version >= '3.11'",
         "transformers==5.20.2; python_version < '3.11'",
         "ruff==0.17.6",
