@@ -1,0 +1,90 @@
+"""What a deployment is told at its start, validated, and the names of the four attention layouts."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Layout(enum.IntEnum):
+    """How attention runs in a step (see layout/spec.py). An integer, so that it fits into a plan as it is."""
+
+    TP = 0
+    DP = 1
+    CP = 2
+    DOP = 3
+
+    @classmethod
+    def parse(cls, name: str) -> Layout:
+        """The layout called `name` ("tp", "dp", "cp" or "dop", in any case); ValueError for any other."""
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            raise ValueError(f"layout: {name!r} is not one of tp, dp, cp, dop") from None
+
+
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and limits of one deployment. Every rank holds the same values.
+
+    A wrong value raises ValueError naming the field, the value and the allowed range.
+    """
+
+    num_ranks: int = 1
+    layout: Layout = Layout.TP
+    dtype: str = "float32"
+    """Arithmetic, weights and cache: float64 for proofs, float32, bfloat16."""
+    memory_bytes: int = 1 << 30
+    """One rank's arena: workspaces, weights and cache pages together."""
+    page_tokens: int = 64
+    max_batch_tokens: int = 2048
+    """Most tokens in one step, over all ranks."""
+    max_running: int = 256
+    """Most requests that hold cache at the same time."""
+    max_context: int | None = None
+    """Longest prompt + output in tokens; None takes the model's own limit."""
+    absorbed_tokens: int = 1
+    """Longest chunk that attends absorbed (against latent rows) instead of expanded, except in DOP."""
+    dop_absorbed_tokens: int = 8
+    """The same for DOP, where an expanded chunk has to fetch its whole context from the owner."""
+    context_block_tokens: int = 1024
+    """Context rows that expanded attention up-projects at a time; sizes a workspace."""
+    plans_in_flight: int = 2
+    """Plans sent before the first one's result is needed: 1 or 2."""
+    step_deadline_s: float = 120.0
+    """A rank that waits longer than this inside one step ends the run."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for field, low, high in (
+            ("num_ranks", 1, 1024),
+            ("memory_bytes", 1, 1 << 50),
+            ("page_tokens", 1, 4096),
+            ("max_batch_tokens", 1, 1 << 20),
+            ("max_running", 1, 1 << 16),
+            ("absorbed_tokens", 1, 1 << 20),
+            ("dop_absorbed_tokens", 1, 1 << 20),
+            ("context_block_tokens", 1, 1 << 20),
+            ("plans_in_flight", 1, 2),
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{field}: {value!r} is not a whole number from {low} to {high}")
+        if self.max_context is not None and self.max_context < 1:
+            raise ValueError(f"max_context: {self.max_context} is not a positive number of tokens")
+        if not self.step_deadline_s > 0:
+            raise ValueError(f"step_deadline_s: {self.step_deadline_s} is not a positive number of seconds")
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(
+                f"max_batch_tokens: {self.max_batch_tokens} is below max_running ({self.max_running}); every running "
+                "request needs room for one token in a step: raise max_batch_tokens or lower max_running"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of `dtype`."""
+        return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]

@@ -1,0 +1,134 @@
+"""What every rank executes in one step. Made by rank 0, the same bytes for all: a worker that has it needs nothing else.
+
+Shapes: R rows (one request's tokens in this step), T tokens over all rows in row order, W wanted positions, N ranks.
+One array per field and no object per row: at thousands of rows the arrays stay cheap to make, send and read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import msgspec
+import numpy as np
+
+from splash_trt.config import Layout
+
+LAST_SAMPLED = -1  # in `token`: the id that the sampler last gave this row's slot
+SAMPLE = -1  # in `want_target`: choose a token here; any other value is scored only
+NO_PAGE = -1  # in a block table: this rank does not hold the page
+
+SAMPLING_DTYPE = np.dtype(
+    [
+        ("slot", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.int64),
+        ("logprobs", np.int32),  # alternatives wanted, -1: no log-probabilities
+    ]
+)
+
+
+def _ints(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One step. Order inside it: `tables` and `sampling` take effect, then `moves`, then the rows run."""
+
+    step: int
+    epoch: int
+    """Counts layout changes."""
+    layout: Layout
+    slot: np.ndarray
+    """[R] int32: the request's slot, below max_slots; names its block table and sampling parameters."""
+    start: np.ndarray
+    """[R] int32: position of the row's first token."""
+    count: np.ndarray
+    """[R] int32: tokens in the row, at least 1."""
+    home: np.ndarray
+    """[R] int32: the rank that owns the request (DP, DOP) or holds its page 0 (CP); 0 in TP."""
+    absorbed: np.ndarray
+    """[R] bool: attend against latent rows (decode) instead of expanded keys and values (prefill)."""
+    token: np.ndarray
+    """[T] int64: input ids, or LAST_SAMPLED."""
+    want_index: np.ndarray
+    """[W] int32, ascending: tokens (index below T) whose next-token distribution is needed."""
+    want_target: np.ndarray
+    """[W] int64: SAMPLE, or the id whose log-probability is asked for."""
+    counts: np.ndarray
+    """[N] int32: tokens whose hidden state each rank computes, zero allowed."""
+    bucket: int
+    """Rows that collectives are padded to where they must be: the largest of `counts`."""
+    tables: np.ndarray = field(default_factory=lambda: _ints(0, 4))
+    """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
+    sampling: np.ndarray = field(default_factory=lambda: np.zeros(0, SAMPLING_DTYPE))
+    """[P] of SAMPLING_DTYPE: parameters of slots that are new to the ranks."""
+    moves: np.ndarray = field(default_factory=lambda: _ints(0, 4))
+    """[M, 4] int32: source rank, source page, target rank, target page: whole pages to copy before the rows run."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slot)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token)
+
+    @property
+    def row_of_token(self) -> np.ndarray:
+        """[T] int32: the row each token belongs to."""
+        return np.repeat(np.arange(len(self.count), dtype=np.int32), self.count)
+
+    @property
+    def position(self) -> np.ndarray:
+        """[T] int32: each token's position in its request."""
+        first = np.cumsum(self.count) - self.count
+        return np.arange(self.num_tokens, dtype=np.int32) + np.repeat(self.start - first, self.count).astype(np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What the sampler found, the same on every rank. W and order as in the plan."""
+
+    step: int
+    token: np.ndarray
+    """[W] int64: the sampled id, or the target."""
+    logprob: np.ndarray
+    """[W] float64: natural-log probability of `token`."""
+    top_token: np.ndarray
+    """[W, K] int64: the K likeliest ids, best first; K is the most that any row asks for, maybe 0."""
+    top_logprob: np.ndarray
+    """[W, K] float64."""
+
+
+_ARRAYS = {f.name for f in fields(Plan)} - {"step", "epoch", "layout", "bucket"}
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(dict)
+
+
+def encode(plan: Plan) -> bytes:
+    """The plan as msgpack: scalars as they are, arrays as (shape, bytes); dtypes are those of the class."""
+    out: dict[str, object] = {"step": plan.step, "epoch": plan.epoch, "layout": int(plan.layout), "bucket": plan.bucket}
+    for name in _ARRAYS:
+        array = getattr(plan, name)
+        assert array.dtype == _DTYPES[name], (name, array.dtype)
+        out[name] = (array.shape, array.tobytes())
+    return _encoder.encode(out)
+
+
+def decode(data: bytes) -> Plan:
+    """The inverse of `encode`; its arrays are read-only views of `data`."""
+    raw = _decoder.decode(data)
+    values = {name: np.frombuffer(raw[name][1], _DTYPES[name]).reshape(raw[name][0]) for name in _ARRAYS}
+    return Plan(step=raw["step"], epoch=raw["epoch"], layout=Layout(raw["layout"]), bucket=raw["bucket"], **values)
+
+
+_DTYPES = {name: np.dtype(np.int32) for name in _ARRAYS} | {
+    "absorbed": np.dtype(np.bool_),
+    "token": np.dtype(np.int64),
+    "want_target": np.dtype(np.int64),
+    "sampling": SAMPLING_DTYPE,
+}

@@ -1,0 +1,114 @@
+"""A generation request as the user means it, and what comes back; plain values that travel between processes."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+
+import msgspec
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 256
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"  # an end-of-text id or one of stop_token_ids
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+def _check(ok: bool, field: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{field}: {value!r} is not allowed; it must be {allowed}")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen. Wrong values raise ValueError naming the field.
+
+    temperature 0 is greedy. Filters apply to the tempered distribution in this order: min_p and top_k each against the
+    whole vocabulary, then top_p over what they leave; tokens that tie at a threshold stay together.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: derived from the request's id
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives to report beside each chosen token; 0: the chosen one only
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+
+    def __post_init__(self) -> None:
+        _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        ok = math.isfinite(self.temperature) and 0 <= self.temperature <= 100
+        _check(ok, "temperature", self.temperature, "a number from 0 to 100")
+        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive whole number")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        seed_ok = self.seed is None or 0 <= self.seed < 1 << 63
+        _check(seed_ok, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
+        stop_ok = len(self.stop_token_ids) <= MAX_STOP_IDS and all(i >= 0 for i in self.stop_token_ids)
+        _check(stop_ok, "stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_IDS} ids, none negative")
+        for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _check(value is None or 0 <= value <= MAX_LOGPROBS, field, value, f"from 0 to {MAX_LOGPROBS}")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue. `id` is unique among living requests and breaks every tie between requests."""
+
+    id: str
+    prompt: tuple[int, ...]  # token ids
+    sampling: SamplingParams
+    priority: int = 0  # higher goes first
+    deadline_s: float | None = None  # seconds from arrival after which the request is cancelled
+
+    @property
+    def seed(self) -> int:
+        """The seed that keys this request's sampling noise: the user's, or one that depends on the id alone."""
+        if self.sampling.seed is not None:
+            return self.sampling.seed
+        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little") >> 1
+
+    def check(self, vocab_size: int, max_context: int) -> None:
+        """Raise ValueError when this model cannot take the prompt."""
+        _check(len(self.prompt) >= 1, "prompt", "[]", "at least one token")
+        bad = next((i for i in self.prompt if not 0 <= i < vocab_size), None)
+        _check(bad is None, "prompt", bad, f"token ids from 0 to {vocab_size - 1}")
+        room = f"at most {max_context - 1} tokens, so that one more fits the context of {max_context}"
+        if len(self.prompt) >= max_context:
+            raise ValueError(f"prompt: {len(self.prompt)} tokens are too many; it must be {room}")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of one token under the unfiltered, untempered distribution, and the best others."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
+
+
+class TokenDelta(msgspec.Struct, frozen=True):
+    """What one step adds to one request."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A finished request, as LLM.generate returns it."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finish: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # for prompt[1:]
+    error: str | None = None

@@ -1,0 +1,112 @@
+"""The engine's own names, shapes and cuts of a model's tensors: the one list that loading, memory and engines share.
+
+D hidden, H heads, Q query latent, L kv latent, R rope part, E experts, I intermediate, V vocabulary, N ranks.
+Head-cut tensors are head-major (the output projection is stored transposed), so a rank's heads are one contiguous
+block of each: that is what lets a switch bring the other ranks' heads with one copy a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from splash_trt.models.config import LayerKind, ModelConfig
+
+
+class Cut(str, Enum):
+    """Along what a tensor is divided over the ranks, always its axis `TensorSpec.axis`."""
+
+    NONE = "none"  # a copy on every rank
+    HEADS = "heads"  # attention's; the only ones whose residency a layout changes
+    EXPERTS = "experts"
+    INTERMEDIATE = "intermediate"
+    VOCABULARY = "vocabulary"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut = Cut.NONE
+    axis: int = 0
+    float32: bool = False
+    """Kept in at least float32 whatever the engine's dtype (the router's selection bias)."""
+
+
+def partition(total: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, int], ...]:
+    """Cut range(total) into num_parts consecutive [begin, end) as evenly as multiples of `multiple` allow.
+
+    Earlier parts are the larger ones: 20 heads on 3 ranks are 7 + 7 + 6. Parts may be empty.
+    """
+    units = -(-total // multiple)
+    sizes = [units // num_parts + (part < units % num_parts) for part in range(num_parts)]
+    ends = [min(total, multiple * sum(sizes[: part + 1])) for part in range(num_parts)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _attention(model: ModelConfig, prefix: str) -> list[TensorSpec]:
+    heads, hidden = model.num_heads, model.hidden_size
+    q_in = model.q_lora_rank or hidden
+    specs = [TensorSpec(name=prefix + "attn_norm", shape=(hidden,))]
+    if model.q_lora_rank:
+        specs += [
+            TensorSpec(name=prefix + "q_a", shape=(model.q_lora_rank, hidden)),
+            TensorSpec(name=prefix + "q_a_norm", shape=(model.q_lora_rank,)),
+        ]
+        if model.attention_bias:
+            specs.append(TensorSpec(name=prefix + "q_a_bias", shape=(model.q_lora_rank,)))
+    specs += [
+        TensorSpec(name=prefix + "kv_a", shape=(model.row_width, hidden)),
+        TensorSpec(name=prefix + "kv_a_norm", shape=(model.kv_lora_rank,)),
+        TensorSpec(name=prefix + "q_b", shape=(heads, model.qk_head_dim, q_in), cut=Cut.HEADS),
+        TensorSpec(name=prefix + "w_uk", shape=(heads, model.qk_nope_head_dim, model.kv_lora_rank), cut=Cut.HEADS),
+        TensorSpec(name=prefix + "w_uv", shape=(heads, model.v_head_dim, model.kv_lora_rank), cut=Cut.HEADS),
+        TensorSpec(name=prefix + "o", shape=(heads, model.v_head_dim, hidden), cut=Cut.HEADS),
+    ]
+    if model.attention_bias:
+        specs.append(TensorSpec(name=prefix + "kv_a_bias", shape=(model.row_width,)))
+        specs.append(TensorSpec(name=prefix + "o_bias", shape=(hidden,)))
+    return specs
+
+
+def _gated(prefix: str, hidden: int, intermediate: int) -> list[TensorSpec]:
+    """A gated MLP: gate_up [2, I, D] (gate first), down [D, I]."""
+    cut = Cut.INTERMEDIATE
+    return [
+        TensorSpec(name=prefix + "gate_up", shape=(2, intermediate, hidden), cut=cut, axis=1),
+        TensorSpec(name=prefix + "down", shape=(hidden, intermediate), cut=cut, axis=1),
+    ]
+
+
+def _moe(model: ModelConfig, prefix: str) -> list[TensorSpec]:
+    moe, hidden = model.experts, model.hidden_size
+    assert moe is not None
+    experts, inner = moe.num_experts, moe.intermediate_size
+    specs = [TensorSpec(name=prefix + "router", shape=(experts, hidden))]
+    if moe.selection_bias:
+        specs.append(TensorSpec(name=prefix + "router_bias", shape=(experts,), float32=True))
+    specs += [
+        TensorSpec(name=prefix + "experts.gate_up", shape=(experts, 2 * inner, hidden), cut=Cut.EXPERTS),
+        TensorSpec(name=prefix + "experts.down", shape=(experts, hidden, inner), cut=Cut.EXPERTS),
+    ]
+    if moe.shared_intermediate_size:
+        specs += _gated(prefix + "shared.", hidden, moe.shared_intermediate_size)
+    return specs
+
+
+def tensor_specs(model: ModelConfig) -> list[TensorSpec]:
+    """Every tensor of the model, layer after layer; the head is absent when it is the embedding (tied)."""
+    vocab, hidden = model.vocab_size, model.hidden_size
+    specs = [TensorSpec(name="embed", shape=(vocab, hidden), cut=Cut.VOCABULARY)]
+    for index, kind in enumerate(model.layers):
+        prefix = f"layers.{index}."
+        specs += _attention(model, prefix)
+        specs.append(TensorSpec(name=prefix + "mlp_norm", shape=(hidden,)))
+        if kind is LayerKind.DENSE:
+            specs += _gated(prefix, hidden, model.intermediate_size)
+        else:
+            specs += _moe(model, prefix)
+    specs.append(TensorSpec(name="final_norm", shape=(hidden,)))
+    if not model.tied_embeddings:
+        specs.append(TensorSpec(name="head", shape=(vocab, hidden), cut=Cut.VOCABULARY))
+    return specs
