@@ -1,0 +1,1 @@
+"""What the tests compare with: implementations that were not written here."""
