@@ -40,8 +40,8 @@ EXTRAS_REQUIRE = {
     # CUDA's driver API (arenas that peers can map) and Triton. NCCL comes with torch's CUDA build: a second copy of it
     # in the process would be a different version, so it is not listed.
     "gpu": ["cuda-bindings>=12.8", "triton>=3.4"],
-    # Full TensorRT builds and runs engines with plugins. TensorRT-RTX builds the same networks on a machine without a
-    # GPU, and is used for that only. Both fetch their libraries for CUDA 13.
+    # Full TensorRT builds and runs engines with plugins; PyPI's package fetches its libraries from NVIDIA's index.
+    # TensorRT-RTX is whole on PyPI, builds the same networks on a machine without a GPU, and is used for that only.
     "tensorrt": ["tensorrt>=10.14", "tensorrt-rtx-cu13>=1.7"],
     # TensorRT-LLM's operators. PyPI has only a stub of it: the wheel comes from NVIDIA's package index, which pip must
     # be given by hand. 1.2.1 is the last release built on TensorRT 10.14.
