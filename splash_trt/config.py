@@ -88,3 +88,7 @@ class EngineConfig:
     def itemsize(self) -> int:
         """Bytes of one number of `dtype`."""
         return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+
+    def context_of(self, max_positions: int) -> int:
+        """Longest prompt + output in tokens, for a model that was made for max_positions."""
+        return min(max_positions, self.max_context or max_positions)

@@ -1,0 +1,18 @@
+"""Merge attention over parts of a context into attention over the whole, by log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+
+
+def lse_merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """outs [K, n, H, d] with lses [K, n, H] of K disjoint parts; a part with -inf counts for nothing.
+
+    Returns out [n, H, d] and lse [n, H]; 0 and -inf where no part has anything.
+    """
+    top = lses.amax(dim=0)
+    shift = torch.where(torch.isinf(top), torch.zeros_like(top), top)
+    weight = torch.exp(lses - shift)  # [K, n, H]
+    total = weight.sum(dim=0)
+    out = (outs * weight[..., None]).sum(dim=0) / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]
+    return out, torch.log(total) + shift

@@ -1,0 +1,158 @@
+"""Offline generation: `LLM(checkpoint, ranks=4, layout="dop").generate(prompts, sampling)`.
+
+Without mpirun the ranks are threads of this process. Under mpirun the script runs on every rank, makes the same calls
+on each, and every rank gets the same outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from splash_trt import environment
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.control import Kind
+from splash_trt.dist.world import ThreadWorld, World
+from splash_trt.memory.map import capacity
+from splash_trt.models.config import ModelConfig
+from splash_trt.models.families import load_config
+from splash_trt.orchestrator import Orchestrator
+from splash_trt.request import Completion, Request, SamplingParams, TokenDelta
+from splash_trt.weights.checkpoint import Checkpoint
+from splash_trt.weights.dummy import DummyWeights
+from splash_trt.weights.source import WeightSource
+from splash_trt.worker import start_worker
+
+STARTUP_DEADLINE_S = 600.0
+
+
+class LLM:
+    """A model on N ranks under one layout.
+
+    checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. `config`
+    takes the remaining fields of EngineConfig. Raises ValueError for a wrong configuration or checkpoint, before any
+    rank starts. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        ranks: int = 1,
+        layout: str = "tp",
+        dummy_weights: int | None = None,
+        **config: Any,
+    ) -> None:
+        folder = Path(checkpoint)
+        self.model: ModelConfig = load_config(folder)
+        if config.get("dtype") is None:
+            config["dtype"] = self.model.dtype
+        self.config = EngineConfig(num_ranks=ranks, layout=Layout.parse(layout), **config)
+        self.capacity = capacity(self.model, self.config, self.config.layout)
+        self._source: WeightSource = (
+            Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
+        )
+        self._count = 0
+        self._close: Callable[[], None] = lambda: None
+        self._worker = start_worker(self._start(), self.model, self.config, self._source)
+        rank = self._worker.world.rank
+        self.orchestrator = Orchestrator.of(self.model, self.config, self._worker) if rank == 0 else None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue every prompt (token ids); outputs in the prompts' order.
+
+        sampling: one for all prompts or one each. ValueError names what is wrong with a prompt before any is run.
+        """
+        params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
+        if len(params) != len(prompts):
+            raise ValueError(f"sampling: {len(params)} for {len(prompts)} prompts; give one, or one for each")
+        requests = [
+            Request(id=f"{self._count + i:08d}", prompt=tuple(prompt), sampling=p)
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
+        self._count += len(requests)
+        if self.orchestrator is None:
+            return msgspec.convert(self._worker.follow(), list[Completion])
+        outputs = self._run(requests, self.orchestrator)
+        self._worker.world.control.send_object(msgspec.to_builtins(outputs))
+        return outputs
+
+    def _run(self, requests: Sequence[Request], orchestrator: Orchestrator) -> list[Completion]:
+        added = []
+        try:
+            for request in requests:
+                orchestrator.add(request)
+                added.append(request.id)
+        except ValueError:
+            for request_id in added:
+                orchestrator.cancel(request_id)
+            raise
+        deltas: dict[str, list[TokenDelta]] = {request.id: [] for request in requests}
+        while not orchestrator.idle:
+            for delta in orchestrator.step():
+                deltas[delta.request_id].append(delta)
+        return [_completion(request, deltas[request.id]) for request in requests]
+
+    def close(self) -> None:
+        """End the ranks. Under mpirun MPI ends too. A second call does nothing."""
+        close, self._close = self._close, lambda: None
+        close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _start(self) -> World:
+        """This process's rank of the world; without mpirun the other ranks start here, as threads."""
+        deadline_s = self.config.step_deadline_s
+        if not environment.under_mpirun():
+            threads = ThreadWorld(self.config.num_ranks, deadline_s)
+            self._close = lambda: self._end(threads.join)
+            return threads.start(self._follow)
+        from splash_trt.dist.world_mpi import MpiWorld  # makes this process a rank
+
+        mpi = MpiWorld(deadline_s, STARTUP_DEADLINE_S)
+        if mpi.world.size != self.config.num_ranks:
+            raise ValueError(f"ranks: {self.config.num_ranks} asked for, but mpirun started {mpi.world.size}")
+        self._close = lambda: self._end(mpi.close)
+        return mpi.world
+
+    def _follow(self, world: World) -> None:
+        """The program of a rank that is a thread: outputs of generate() are not for it."""
+        worker = start_worker(world, self.model, self.config, self._source)
+        while worker.follow() is not None:
+            pass
+
+    def _end(self, leave: Callable[[], None]) -> None:
+        """Rank 0 tells the others that it is over; under mpirun they wait for that here."""
+        if self.orchestrator is not None:
+            self._worker.world.control.send(Kind.STOP)
+        else:
+            self._worker.follow()
+        leave()
+
+
+def _completion(request: Request, deltas: Sequence[TokenDelta]) -> Completion:
+    """A request's deltas, the last of which says how it finished, as one value."""
+    last = deltas[-1]
+    assert last.finish is not None, request.id
+    return Completion(
+        request_id=request.id,
+        prompt=request.prompt,
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        finish=last.finish,
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
+        error=last.error,
+    )

@@ -1,0 +1,31 @@
+"""One range of bytes per rank that holds workspaces, weights and cache pages at addresses that never change."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from splash_trt.layout.spec import Residency
+from splash_trt.memory.map import MemoryMap
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Arena:
+    """The bytes of one rank, divided as its MemoryMap says. On a CPU plain memory."""
+
+    def __init__(self, sizes: MemoryMap) -> None:
+        self.sizes = sizes
+        self._bytes = torch.zeros(sizes.memory_bytes, dtype=torch.uint8)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over the arena's bytes from `offset`, which must suit dtype's size."""
+        end = offset + math.prod(shape) * dtype.itemsize
+        assert 0 <= offset and end <= self.sizes.memory_bytes, (offset, shape, dtype)
+        return self._bytes[offset:end].view(dtype).view(shape)
+
+    def pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """[num pages under SHARD, *shape]: all pages there can be; the last ones lie under `others`."""
+        count = self.sizes.num_pages(Residency.SHARD)
+        return self.view(self.sizes.pages_offset, (count, *shape), dtype)

@@ -1,0 +1,127 @@
+"""How one rank's arena is divided, and hence how many pages it holds. Arithmetic only: the planner and the simulator
+use this very code.
+
+    0            workspace       own                                    memory
+    | workspace  | own weights   | page 0 | page 1 | …  …  | page n |   |
+                                                   [ others (FULL) ]
+
+The top `others_bytes` is pages while residency is SHARD and the other ranks' heads while it is FULL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.layout.spec import SPECS, PlacementKind, Residency
+from splash_trt.models.config import ModelConfig
+from splash_trt.weights.shards import align, others_block, own_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryMap:
+    """Sizes in bytes of one rank's arena."""
+
+    memory_bytes: int
+    workspace_bytes: int
+    own_bytes: int
+    others_bytes: int
+    page_bytes: int
+
+    @property
+    def own_offset(self) -> int:
+        return self.workspace_bytes
+
+    @property
+    def pages_offset(self) -> int:
+        return self.workspace_bytes + self.own_bytes
+
+    @property
+    def others_offset(self) -> int:
+        """Of the other ranks' heads: as high as alignment allows."""
+        return (self.memory_bytes - self.others_bytes) // 256 * 256
+
+    def num_pages(self, residency: Residency) -> int:
+        """Pages that fit; 0 or less: even the weights do not."""
+        end = self.memory_bytes if residency is Residency.SHARD else self.others_offset
+        return (end - self.pages_offset) // self.page_bytes
+
+
+def context_workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Expanded attention's workspace: a block of context rows, and their keys and values for all heads."""
+    expanded = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+    block = config.context_block_tokens * config.itemsize
+    return align(block * model.row_width) + align(block * expanded)
+
+
+def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """All layers of page_tokens tokens."""
+    return model.num_layers * config.page_tokens * model.row_width * config.itemsize
+
+
+def memory_map(model: ModelConfig, config: EngineConfig, rank: int) -> MemoryMap:
+    size, ranks = config.itemsize, config.num_ranks
+    return MemoryMap(
+        memory_bytes=config.memory_bytes,
+        workspace_bytes=context_workspace_bytes(model, config),
+        own_bytes=own_block(model, rank, ranks, size).num_bytes,
+        others_bytes=others_block(model, rank, ranks, size).num_bytes,
+        page_bytes=page_bytes(model, config),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What one layout's cache holds. Both figures are published: per rank and in total are easily confused."""
+
+    pages_per_rank: tuple[int, ...]
+    page_tokens: int
+    placement: PlacementKind
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of distinct tokens that all ranks hold together."""
+        pages = self.pages_per_rank
+        return min(pages) if self.placement is PlacementKind.REPLICATED else sum(pages)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.total_pages * self.page_tokens
+
+    @property
+    def request_pages(self) -> int:
+        """Pages of the longest single request, placed as well as can be."""
+        if self.placement is PlacementKind.REPLICATED:
+            return min(self.pages_per_rank)
+        if self.placement is PlacementKind.OWNED:
+            return max(self.pages_per_rank)
+        return max(_longest_stripe(self.pages_per_rank, home) for home in range(len(self.pages_per_rank)))
+
+    @property
+    def request_tokens(self) -> int:
+        return self.request_pages * self.page_tokens
+
+
+def _longest_stripe(pages: tuple[int, ...], home: int) -> int:
+    """Pages that a request with this home can have before a rank is full: rank home + d holds d, d + N, d + 2N …"""
+    ranks = len(pages)
+    return min(pages[(home + d) % ranks] * ranks + d for d in range(ranks))
+
+
+def capacity(model: ModelConfig, config: EngineConfig, layout: Layout) -> Capacity:
+    """What `layout` holds; ValueError names the rank and the shortfall when its weights leave no room for a page."""
+    spec = SPECS[layout]
+    pages = []
+    for rank in range(config.num_ranks):
+        sizes = memory_map(model, config, rank)
+        count = sizes.num_pages(spec.residency)
+        if count < 1:
+            weights = sizes.own_bytes + (sizes.others_bytes if spec.residency is Residency.FULL else 0)
+            need = sizes.workspace_bytes + weights + sizes.page_bytes
+            raise ValueError(
+                f"memory_bytes: {config.memory_bytes} is too small for layout {layout.name.lower()} on rank {rank}: "
+                f"workspace {sizes.workspace_bytes} + weights {weights} + one page {sizes.page_bytes} need {need}, "
+                f"{need - config.memory_bytes} more"
+            )
+        pages.append(count)
+    return Capacity(pages_per_rank=tuple(pages), page_tokens=config.page_tokens, placement=spec.placement)

@@ -1,0 +1,149 @@
+"""One rank's execution of a plan, from ids to sampled ids: the order of a step's parts is this file."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from splash_engines import ops
+from splash_engines.lower_torch import TorchEngine
+from splash_plugins.cache_append.reference import cache_append
+from splash_trt.cache.placement import num_pages
+from splash_trt.cache.storage import PageStorage
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.collectives import Collectives
+from splash_trt.layout.spec import SPECS, Residency, Tokens
+from splash_trt.memory.arena import DTYPES, Arena
+from splash_trt.memory.map import memory_map
+from splash_trt.models.config import ModelConfig
+from splash_trt.plan import SAMPLE, Plan, StepResult
+from splash_trt.runtime.absorbed import ABSORBED, AbsorbedAttention
+from splash_trt.runtime.expanded import ExpandedAttention
+from splash_trt.runtime.inputs import InputBuilder, StepInputs
+from splash_trt.runtime.sampler import RowParams, Sampler
+from splash_trt.runtime.tables import SlotTables
+from splash_trt.weights.shards import align, heads_of
+from splash_trt.weights.source import WeightSource
+from splash_trt.weights.spec import partition
+from splash_trt.weights.store import WeightStore
+
+
+class Runner:
+    """Holds a rank's arena, weights, cache pages and tables; `run` is called with every plan, on every rank."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        collectives: Collectives,
+        source: WeightSource,
+    ) -> None:
+        rank, dtype = collectives.rank, DTYPES[config.dtype]
+        max_context = config.context_of(model.max_positions)
+        self._model = model
+        self._comm = collectives
+        self._arena = Arena(memory_map(model, config, rank))
+        self.weights = WeightStore(self._arena, model, rank, collectives.size, config.dtype)
+        self.weights.load_own(source)
+        if SPECS[config.layout].residency is Residency.FULL:
+            self.weights.load_others(source)
+        self.storage = PageStorage(self._arena, model, config.page_tokens, dtype)
+        self.engines = {
+            layout: TorchEngine(model, spec, self.weights, collectives) for layout, spec in SPECS.items()
+        }
+        self._tables = SlotTables(rank, config.max_running, num_pages(max_context, config.page_tokens))
+        self._inputs = InputBuilder(config, rank, self._tables)
+        self._absorbed = AbsorbedAttention(
+            collectives=collectives,
+            heads=heads_of(model, collectives.size),
+            latent=model.kv_lora_rank,
+            scale=model.softmax_scale,
+        )
+        block = config.context_block_tokens
+        buffer = self._arena.view(0, (block, model.row_width), dtype)
+        expanded = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+        workspace = self._arena.view(align(buffer.nbytes), (expanded,), dtype)
+        self._expanded = ExpandedAttention(model, collectives, buffer, workspace)
+        self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim)
+        self._sampler = Sampler(collectives, partition(model.vocab_size, collectives.size)[rank][0], model.vocab_size)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        self._tables.apply(plan)
+        self._move(plan)
+        step = self._inputs.build(plan)
+        engine = self.engines[plan.layout]
+        self._check_residency(plan.layout)
+        token = step.token.clone()
+        token[step.sampled_at] = self._tables.last_sampled[step.sampled_slot]
+        hidden = engine.embed(token, step.counts)
+        cos, sin = self._rope(step, hidden.dtype)
+        for layer in range(self._model.num_layers):
+            hidden = hidden + self._attention(layer, engine, hidden, cos, sin, step)
+            hidden = hidden + engine.mlp(layer, hidden, step.counts)
+        return self._sample(engine, hidden, step)
+
+    def _rope(self, step: StepInputs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        yarn = self._model.rope.yarn
+        factor = yarn.attention_factor if yarn else 1.0
+        table = torch.promote_types(dtype, torch.float32)
+        return ops.rope_tables(step.position, self._frequencies, factor, table)
+
+    def _check_residency(self, layout: Layout) -> None:
+        if SPECS[layout].residency is Residency.FULL:
+            assert self.weights.residency is Residency.FULL or self._comm.size == 1, f"{layout.name} without weights"
+
+    def _move(self, plan: Plan) -> None:
+        """Copy whole pages inside this rank."""
+        rank = self._comm.rank
+        for source_rank, source, target_rank, target in plan.moves.tolist():
+            assert source_rank == target_rank, "pages between ranks are the migration's to move"
+            if source_rank == rank:
+                self.storage.copy_page(source, target)
+
+    def _attention(
+        self,
+        layer: int,
+        engine: TorchEngine,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: StepInputs,
+    ) -> torch.Tensor:
+        """hidden [T_r, D] through attention; returns what is added to the residual, [T_r, D]."""
+        x = engine.attention_norm(layer, hidden)
+        q_nope, q_rope, rows = engine.attention_in(layer, x, cos, sin)
+        pages = self.storage.layer(layer)
+        cache_append(pages, rows[step.append.source], step.append.page, step.append.offset)
+        values = q_nope.new_empty((*q_nope.shape[:2], self._model.v_head_dim))
+        if step.absorbed is not None:
+            here = step.absorbed.here
+            q = engine.absorb(layer, q_nope[here], q_rope[here])
+            latents = ABSORBED[step.plan.layout](self._absorbed, q, rows[here], pages, step.absorbed)
+            values[here] = engine.v_up(layer, latents)
+        if step.rounds:
+            here = step.expanded
+            values[here] = self._expanded(
+                layer, engine, q_nope[here], q_rope[here], step.position[here], rows, pages, step.rounds
+            )
+        return engine.attention_out(layer, values)
+
+    def _sample(self, engine: TorchEngine, hidden: torch.Tensor, step: StepInputs) -> StepResult:
+        plan = step.plan
+        wanted = hidden[step.want_here]
+        if SPECS[plan.layout].tokens is Tokens.SPREAD:
+            wanted = self._comm.all_gather(wanted, step.want_counts)[step.want_order]
+        row = plan.row_of_token[plan.want_index]
+        slot = plan.slot[row]
+        position = plan.position[plan.want_index] + 1
+        params = RowParams.build(self._tables.sampling[slot], position, plan.want_target, hidden.device)
+        found = self._sampler(engine.head(wanted), params)
+        chosen = np.flatnonzero(plan.want_target == SAMPLE)
+        self._tables.remember(torch.from_numpy(slot[chosen].astype(np.int64)), found.tokens[chosen])
+        return StepResult(
+            step=plan.step,
+            token=found.tokens.numpy(),
+            logprob=found.logprob.numpy(),
+            top_token=found.top_token.numpy(),
+            top_logprob=found.top_logprob.numpy(),
+        )

@@ -1,0 +1,99 @@
+"""Collects the rows of one step and turns them into a Plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.layout.partition import rank_counts, token_ranks
+from splash_trt.plan import LAST_SAMPLED, SAMPLE, SAMPLING_DTYPE, Plan
+from splash_trt.scheduler.sequence import Sequence
+from splash_trt.scheduler.slots import Slots
+
+
+class RowBuilder:
+    """First the decodes, in slot order and all at once, then prefill chunks one by one."""
+
+    def __init__(self, config: EngineConfig, layout: Layout, slots: Slots, decodes: np.ndarray) -> None:
+        self._config = config
+        self._layout = layout
+        self._slots = slots
+        n = len(decodes)
+        self._slot = [decodes]
+        self._start = [slots.computed[decodes]]
+        self._count = [np.ones(n, np.int64)]
+        self._token = [np.full(n, LAST_SAMPLED, np.int64)]
+        self._want = [np.arange(n)]
+        self._target = [np.full(n, SAMPLE, np.int64)]
+        self.num_tokens = n
+        slots.computed[decodes] += 1
+        slots.total[decodes] += 1
+
+    def prefill(self, slot: int, count: int) -> None:
+        """The next `count` known tokens of a slot; the last known one is sampled from."""
+        slots, sequence = self._slots, self._slots.sequence(slot)
+        start = int(slots.computed[slot])
+        end = start + count
+        self._slot.append(np.array([slot]))
+        self._start.append(np.array([start]))
+        self._count.append(np.array([count]))
+        self._token.append(sequence.known(start, end))
+        if sequence.request.sampling.prompt_logprobs is not None:
+            first = max(start, sequence.scored)
+            last = max(first, min(end, len(sequence.request.prompt) - 1))
+            self._want.append(self.num_tokens + np.arange(first, last) - start)
+            self._target.append(sequence.known(first + 1, last + 1))
+            sequence.scored = max(sequence.scored, last)
+        if end == slots.admitted[slot]:
+            self._want.append(np.array([self.num_tokens + count - 1]))
+            self._target.append(np.array([SAMPLE]))
+            slots.total[slot] += 1
+        slots.computed[slot] = end
+        self.num_tokens += count
+
+    def plan(
+        self, *, step: int, epoch: int, tables: np.ndarray, admitted: list[Sequence], moves: np.ndarray
+    ) -> Plan:
+        config = self._config
+        slot = np.concatenate(self._slot).astype(np.int32)
+        start = np.concatenate(self._start).astype(np.int32)
+        count = np.concatenate(self._count).astype(np.int32)
+        home = self._slots.home[slot]
+        longest = config.dop_absorbed_tokens if self._layout is Layout.DOP else config.absorbed_tokens
+        absorbed = count <= longest
+        ranks = token_ranks(
+            self._layout, home, start, count, absorbed, num_ranks=config.num_ranks, page_tokens=config.page_tokens
+        )
+        counts = rank_counts(ranks, self.num_tokens, config.num_ranks)
+        return Plan(
+            step=step,
+            epoch=epoch,
+            layout=self._layout,
+            slot=slot,
+            start=start,
+            count=count,
+            home=home,
+            absorbed=absorbed,
+            token=np.concatenate(self._token),
+            want_index=np.concatenate(self._want).astype(np.int32),
+            want_target=np.concatenate(self._target),
+            counts=counts,
+            bucket=int(counts.max()),
+            tables=tables,
+            sampling=_sampling(admitted),
+            moves=moves,
+        )
+
+
+def _sampling(admitted: list[Sequence]) -> np.ndarray:
+    """[P] of SAMPLING_DTYPE for sequences that have just got their slots."""
+    out = np.zeros(len(admitted), SAMPLING_DTYPE)
+    for entry, sequence in zip(out, admitted, strict=True):
+        p = sequence.request.sampling
+        tops = [n for n in (p.logprobs, p.prompt_logprobs) if n is not None]
+        entry["slot"] = sequence.slot
+        entry["temperature"], entry["top_k"] = p.temperature, min(p.top_k, np.iinfo(np.int32).max)
+        entry["top_p"], entry["min_p"] = p.top_p, p.min_p
+        entry["seed"] = sequence.request.seed
+        entry["logprobs"] = max(tops, default=-1)
+    return out

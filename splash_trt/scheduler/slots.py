@@ -1,0 +1,69 @@
+"""The requests that hold cache, as arrays over slots, so that a step over thousands of them costs a few numpy calls."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from splash_trt.scheduler.sequence import Sequence
+
+
+class Slots:
+    """Arrays [max_slots]; a slot's entries mean something while `live`.
+
+    total: tokens, those included that are sampled but not yet known here; admitted: tokens that were known at
+    admission (up to there rows carry ids, from there on they follow the sampler); computed: tokens whose rows are
+    planned; pages: pages held; limit: most tokens; home: owner or home rank; order: position in seniority.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self.live = np.zeros(max_slots, np.bool_)
+        self.total = np.zeros(max_slots, np.int64)
+        self.admitted = np.zeros(max_slots, np.int64)
+        self.computed = np.zeros(max_slots, np.int64)
+        self.pages = np.zeros(max_slots, np.int64)
+        self.limit = np.zeros(max_slots, np.int64)
+        self.home = np.zeros(max_slots, np.int32)
+        self.priority = np.zeros(max_slots, np.int64)
+        self.arrival = np.zeros(max_slots, np.int64)
+        self.sequences: list[Sequence | None] = [None] * max_slots
+        self._free = list(range(max_slots))
+
+    @property
+    def any_free(self) -> bool:
+        return bool(self._free)
+
+    def open(self, sequence: Sequence, home: int, pages: int) -> int:
+        """Give the sequence the lowest free slot and return it."""
+        slot = heapq.heappop(self._free)
+        self.live[slot] = True
+        self.total[slot] = self.admitted[slot] = len(sequence.tokens)
+        self.computed[slot] = 0
+        self.pages[slot] = pages
+        self.limit[slot] = sequence.limit
+        self.home[slot] = home
+        self.priority[slot], self.arrival[slot] = sequence.request.priority, sequence.arrival
+        self.sequences[slot] = sequence
+        sequence.slot = slot
+        return slot
+
+    def close(self, slot: int) -> None:
+        """No rows any more; the slot itself is given back later (`release`), when no plan names it."""
+        sequence = self.sequences[slot]
+        assert sequence is not None and self.live[slot]
+        self.live[slot] = False
+        self.sequences[slot] = None
+        sequence.slot = -1
+
+    def release(self, slot: int) -> None:
+        heapq.heappush(self._free, slot)
+
+    def senior_first(self, slots: np.ndarray) -> np.ndarray:
+        """The same slots, by priority and then arrival."""
+        return slots[np.lexsort((self.arrival[slots], -self.priority[slots]))]
+
+    def sequence(self, slot: int) -> Sequence:
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return sequence

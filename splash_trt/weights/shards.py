@@ -1,0 +1,80 @@
+"""Which part of each tensor lives on a rank, and where in the rank's two blocks of weights. Pure arithmetic.
+
+`own` is there for good: the rank's share of every cut tensor and a copy of every uncut one. `others` holds the other
+ranks' heads in rank order while residency is FULL, so a rank's part of a tensor is one contiguous copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from splash_trt.models.config import ModelConfig
+from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
+
+ALIGNMENT = 256  # bytes; what vector loads and tensor copies want
+
+
+def align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One tensor's place in a block: `parts` are ranges along spec.axis, one after the other in memory."""
+
+    spec: TensorSpec
+    parts: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    offset: int
+    """Bytes from the block's begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Tensors laid one after another, each aligned."""
+
+    shards: tuple[Shard, ...]
+    num_bytes: int
+
+
+def cut_ranges(spec: TensorSpec, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """[begin, end) of each rank along spec.axis. Intermediate sizes are cut at multiples of 128 where they are large
+    enough for every rank to get some (FP8 scales come in blocks of 128), evenly otherwise."""
+    total = spec.shape[spec.axis]
+    if spec.cut is Cut.NONE:
+        return ((0, total),) * num_ranks
+    blocks = spec.cut is Cut.INTERMEDIATE and total % 128 == 0 and total >= 128 * num_ranks
+    return partition(total, num_ranks, 128 if blocks else 1)
+
+
+def _block(entries: list[tuple[TensorSpec, tuple[tuple[int, int], ...]]], itemsize: int) -> Block:
+    shards, offset = [], 0
+    for spec, parts in entries:
+        length = sum(end - begin for begin, end in parts)
+        shape = (*spec.shape[: spec.axis], length, *spec.shape[spec.axis + 1 :])
+        size = max(itemsize, 4) if spec.float32 else itemsize
+        shards.append(Shard(spec=spec, parts=parts, shape=shape, itemsize=size, offset=offset))
+        offset = align(offset + math.prod(shape) * size)
+    return Block(shards=tuple(shards), num_bytes=offset)
+
+
+def own_block(model: ModelConfig, rank: int, num_ranks: int, itemsize: int) -> Block:
+    """What rank `rank` of num_ranks always holds."""
+    return _block([(s, (cut_ranges(s, num_ranks)[rank],)) for s in tensor_specs(model)], itemsize)
+
+
+def others_block(model: ModelConfig, rank: int, num_ranks: int, itemsize: int) -> Block:
+    """What FULL residency adds on rank `rank`: every other rank's heads."""
+    entries = []
+    for spec in tensor_specs(model):
+        if spec.cut is Cut.HEADS:
+            ranges = cut_ranges(spec, num_ranks)
+            entries.append((spec, tuple(ranges[r] for r in range(num_ranks) if r != rank)))
+    return _block(entries, itemsize)
+
+
+def heads_of(model: ModelConfig, num_ranks: int) -> tuple[int, ...]:
+    """Attention heads per rank."""
+    return tuple(end - begin for begin, end in partition(model.num_heads, num_ranks))

@@ -1,0 +1,53 @@
+"""One rank's weights in its arena: `own` for good, `others` (the other ranks' heads) while residency is FULL."""
+
+from __future__ import annotations
+
+import torch
+
+from splash_trt.layout.spec import Residency
+from splash_trt.memory.arena import DTYPES, Arena
+from splash_trt.models.config import ModelConfig
+from splash_trt.weights.shards import Block, others_block, own_block
+from splash_trt.weights.source import WeightSource
+
+
+class WeightStore:
+    """Named tensors over the arena's bytes.
+
+    `own[name]` has the rank's part of the tensor; `others[name]` exists for head-cut tensors and means something only
+    while `residency` is FULL: its bytes are cache pages otherwise.
+    """
+
+    def __init__(self, arena: Arena, model: ModelConfig, rank: int, num_ranks: int, dtype: str) -> None:
+        self._dtype = DTYPES[dtype]
+        itemsize = self._dtype.itemsize
+        self._own_block = own_block(model, rank, num_ranks, itemsize)
+        self._others_block = others_block(model, rank, num_ranks, itemsize)
+        self.own = self._views(arena, self._own_block, arena.sizes.own_offset)
+        self.others = self._views(arena, self._others_block, arena.sizes.others_offset)
+        self.residency = Residency.SHARD
+
+    def _views(self, arena: Arena, block: Block, base: int) -> dict[str, torch.Tensor]:
+        wide = self._dtype if self._dtype.itemsize >= 4 else torch.float32
+        return {
+            s.spec.name: arena.view(base + s.offset, s.shape, wide if s.spec.float32 else self._dtype)
+            for s in block.shards
+        }
+
+    def load_own(self, source: WeightSource) -> None:
+        _read(source, self._own_block, self.own)
+
+    def load_others(self, source: WeightSource) -> None:
+        """Fill the other ranks' heads from the source; the pages that lay there must be empty."""
+        _read(source, self._others_block, self.others)
+        self.residency = Residency.FULL
+
+
+def _read(source: WeightSource, block: Block, tensors: dict[str, torch.Tensor]) -> None:
+    for shard in block.shards:
+        position = 0
+        for begin, end in shard.parts:
+            out = tensors[shard.spec.name].narrow(shard.spec.axis, position, end - begin)
+            if end > begin:
+                source.read(shard.spec, begin, end, out)
+            position += end - begin

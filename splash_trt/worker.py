@@ -1,0 +1,53 @@
+"""What every rank does: execute plans in the order in which rank 0 made them."""
+
+from __future__ import annotations
+
+from splash_trt import plan as plans
+from splash_trt.config import EngineConfig
+from splash_trt.dist.control import Kind
+from splash_trt.dist.world import World
+from splash_trt.models.config import ModelConfig
+from splash_trt.plan import Plan, StepResult
+from splash_trt.runtime.runner import Runner
+from splash_trt.weights.source import WeightSource
+
+
+class Worker:
+    """One rank. Rank 0 calls `send` (the orchestrator does); the others call `follow`."""
+
+    def __init__(self, world: World, runner: Runner) -> None:
+        self.world = world
+        self.runner = runner
+
+    def send(self, plan: Plan) -> StepResult:
+        """Rank 0: give a plan to all ranks and execute this rank's part."""
+        self.world.control.send(Kind.PLAN, plans.encode(plan))
+        return self._execute(plan)
+
+    def follow(self) -> object:
+        """Other ranks: execute plans until rank 0 says something else. Returns the value it sent, None at the end."""
+        while True:
+            message = self.world.control.receive()
+            if message.kind is Kind.STOP:
+                return None
+            if message.kind is Kind.OBJECT:
+                return message.value
+            self._execute(plans.decode(message.payload))
+
+    def _execute(self, plan: Plan) -> StepResult:
+        self.world.watch.begin_step(plan.step)
+        result = self.runner.run(plan)
+        self.world.watch.end_step()
+        return result
+
+
+def start_worker(world: World, model: ModelConfig, config: EngineConfig, source: WeightSource) -> Worker:
+    """Load this rank's part of the model. All ranks come up or all raise, naming the one that could not."""
+    try:
+        runner = Runner(model, config, world.collectives, source)
+    except Exception as error:
+        world.control.agree(f"{type(error).__name__}: {error}")
+        raise
+    world.control.agree(None)
+    world.watch.end_step()
+    return Worker(world, runner)
