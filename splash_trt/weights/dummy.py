@@ -24,7 +24,7 @@ class DummyWeights:
     """WeightSource of random numbers: norms are one, biases zero, matrices normal with variance 1 / fan-in.
 
     An element depends on the seed, its tensor's name and its index in the whole tensor only: a 64-bit hash of these
-    chooses among 2^16 quantiles of the normal distribution (so no value is beyond 4.2 standard deviations).
+    chooses among 2^16 quantiles of the normal distribution (so no value is beyond 4.33 standard deviations).
     """
 
     def __init__(self, model: ModelConfig, seed: int = 0) -> None:
