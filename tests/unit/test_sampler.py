@@ -306,6 +306,16 @@ def test_no_logprobs_unless_asked() -> None:
     assert got.logprob.isnan().all() and got.top_token.shape == (2, 0)
 
 
+def test_top_p_of_one_keeps_what_weighs_nothing_beside_a_row_that_has_one() -> None:
+    # Too rarely drawn to show in tokens.
+    x = torch.tensor([[0.0, -1.0, -60.0, -torch.inf]] * 2, dtype=torch.float64)
+    params = RowParams.build(table(2, top_p=[1.0, 0.9999]), np.arange(2), np.full(2, SAMPLE))
+    (keep,) = ThreadWorld(1).run(
+        lambda world: Sampler(world.collectives, 0, 4)._kept(x, params, {"peak": x.amax(1)[None]})
+    )
+    assert keep[:, :3].tolist() == [[True, True, True], [True, True, False]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ordered_keys(dtype: torch.dtype) -> None:
     tiny, huge = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
