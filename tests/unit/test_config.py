@@ -13,8 +13,8 @@ from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
 
 from splash_trt.models.config import Experts, GroupScore, LayerKind, Scoring
 from splash_trt.models.families import load_config
+from tests.oracles.published_configs import GLM, V2_LITE, V3, parse
 from tests.oracles.tiny_models import CLASSES, VARIANTS, make_model
-from tests.unit.hf_configs import GLM, V2_LITE, V3, parse
 
 MODELLING = {
     "deepseek_v2": (modeling_deepseek_v2.DeepseekV2Attention, modeling_deepseek_v2.DeepseekV2RotaryEmbedding),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splash_trt.models.families import MAX_CONFIG_BYTES, load_config
-from tests.unit.hf_configs import GLM, V2_LITE, V3, parse
+from tests.oracles.published_configs import GLM, V2_LITE, V3, parse
 
 YARN = V3["rope_scaling"]
 
