@@ -27,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope_frequencies(rope: Rope, dim: int) -> torch.Tensor:
-    """[dim / 2] float64 radians per position; YaRN's blend of stretched and plain ones where asked (arXiv 2309.00071)."""
+    """[dim / 2] float64 radians per position, stretched as YaRN (arXiv 2309.00071) where the model asks for it."""
     pair = torch.arange(dim // 2, dtype=torch.float64)
     plain = rope.theta ** (-2 * pair / dim)
     yarn = rope.yarn
@@ -44,7 +44,9 @@ def rope_frequencies(rope: Rope, dim: int) -> torch.Tensor:
     return plain * (1 - stretched) + plain / yarn.factor * stretched
 
 
-def rope_tables(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype):
+def rope_tables(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin), each [T, R / 2] in `dtype` (float32 or wider), times `factor` (YaRN's attention factor)."""
     angle = positions.to(torch.float64)[:, None] * frequencies
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)

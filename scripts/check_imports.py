@@ -74,6 +74,7 @@ TORCH_FREE = (
 LOCAL_IMPORTS = {
     ("splash_trt", "splash_trt.llm"): "`import splash_trt` stays light: LLM is loaded at its first use",
     ("", "mpi4py"): "importing mpi4py.MPI calls MPI_Init, which must come after children are spawned",
+    ("", "splash_trt.dist.world_mpi"): "importing it makes the process a rank: it imports mpi4py.MPI",
     ("", "cuda"): "exists on machines with a GPU only",
     ("", "triton"): "exists on machines with a GPU only",
     ("", "tensorrt"): "an extra: probed when it is asked for",

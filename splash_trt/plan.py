@@ -1,4 +1,4 @@
-"""What every rank executes in one step. Made by rank 0, the same bytes for all: a worker that has it needs nothing else.
+"""What every rank executes in one step. Made by rank 0, the same bytes for all: a worker needs nothing else.
 
 Shapes: R rows (one request's tokens in this step), T tokens over all rows in row order, W wanted positions, N ranks.
 One array per field and no object per row: at thousands of rows the arrays stay cheap to make, send and read.

@@ -15,7 +15,7 @@ from splash_trt.dist.collectives import Collectives
 def to_owners(
     q: torch.Tensor, tokens_of: Sequence[torch.Tensor], heads: Sequence[int], collectives: Collectives
 ) -> torch.Tensor:
-    """q [A, H_me, W] of this rank's heads; tokens_of[r]: indices below A of the tokens that rank r owns; heads[r] = H_r.
+    """q [A, H_me, W] of this rank's heads; tokens_of[r]: indices below A of the tokens that rank r owns; heads[r]: H_r.
 
     Returns [A_me, H, W]: all heads, in rank order, of the tokens this rank owns.
     """

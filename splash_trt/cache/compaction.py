@@ -16,7 +16,7 @@ def compact(
     copies. Returns (request id, page index, old page, new page), fewer than asked when free pages run out.
     """
     pool = directory.pools[rank]
-    moved = []
+    moved: list[tuple[str, int, int, int]] = []
     for request_id in sorted(directory):
         column = directory[request_id].table[:, rank]
         for index in np.flatnonzero(column >= limit).tolist():

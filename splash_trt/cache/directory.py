@@ -91,11 +91,11 @@ class Directory:
             entry.pages = grown
         held = entry.placement.holders(first, count, self.num_ranks)
         for rank, pool in enumerate(self.pools):
-            index = first + np.flatnonzero(held[:, rank])
-            entry.pages[index, rank] = pool.allocate(len(index))
+            mine = first + np.flatnonzero(held[:, rank])
+            entry.pages[mine, rank] = pool.allocate(len(mine))
         entry.num_pages = last
-        index, rank = np.nonzero(held)
-        return np.stack([rank, first + index, entry.pages[first + index, rank]], axis=1).astype(np.int32)
+        index, ranks = np.nonzero(held)
+        return np.stack([ranks, first + index, entry.pages[first + index, ranks]], axis=1).astype(np.int32)
 
     def replace(self, request_id: str, rank: int, page_index: int, page: int, *, step: int) -> None:
         """Point to another physical page, already allocated by the caller; the old one leaves after plan `step`."""
