@@ -1,0 +1,85 @@
+"""The world of a rank that mpirun started. Importing this module initialises MPI."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import TracebackType
+
+import numpy as np
+from mpi4py import MPI
+
+from splash_trt.dist.board import ROW_BYTES, Board, Watch
+from splash_trt.dist.collectives_mpi import MpiCollectives
+from splash_trt.dist.control_mpi import MpiControl
+from splash_trt.dist.watchdog import Watchdog
+from splash_trt.dist.world import World
+
+EXIT_ERROR = 1
+
+
+class MpiWorld:
+    """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
+
+    From here on an exception that nothing catches, on any thread, ends all ranks (MPI alone would leave the others
+    waiting). An exit by SystemExit does not: ranks leave through `close`, or through launch.run_under_mpi.
+    """
+
+    def __init__(self, deadline_s: float, startup_deadline_s: float) -> None:
+        comm = MPI.COMM_WORLD
+        self._node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        assert isinstance(self._node, MPI.Intracomm)
+        self._window = MPI.Win.Allocate_shared(ROW_BYTES, 1, comm=self._node)
+        watch = Watch(_board(self._node, self._window, comm.Get_rank()), comm.Get_rank())
+        self._watchdog = Watchdog(watch, deadline_s, startup_deadline_s)
+        self._watchdog.start()
+        self._control = MpiControl(comm, watch, deadline_s, startup_deadline_s)
+        self._collectives = MpiCollectives(comm, watch)
+        self.world = World(comm.Get_rank(), comm.Get_size(), self._collectives, self._control, watch)
+        sys.excepthook = self._uncaught
+        threading.excepthook = lambda args: self.end_all(args.exc_value or args.exc_type())
+
+    def close(self) -> None:
+        """After every rank has done its work: gives everything back and ends MPI."""
+        self.world.watch.ending()
+        # The last wait for others that the watchdog sees: it reads the window, which goes next.
+        MPI.COMM_WORLD.Barrier()
+        self._watchdog.stop()
+        self.world.watch.detach()
+        sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+        self._control.close()
+        self._collectives.close()
+        self._window.Free()
+        self._node.Free()
+        MPI.Finalize()
+
+    def end_all(self, error: BaseException, code: int = EXIT_ERROR) -> None:
+        """Ends all ranks with `code`, and with this rank, its step and the traceback on stderr. Does not return."""
+        step = self.world.watch.step
+        self.world.watch.failed()
+        end_all(f"rank {self.world.rank}: {f'step {step}' if step >= 0 else 'before the first step'}", error, code)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.end_all(error)
+
+
+def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
+    """Ends all ranks of mpirun; for a rank that has no MpiWorld yet."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    sys.stdout.flush()
+    os.write(2, f"{place}: {type(error).__name__}: {error}\n{text}".encode())
+    MPI.COMM_WORLD.Abort(code)
+
+
+def _board(node: MPI.Intracomm, window: MPI.Win, rank: int) -> Board:
+    """The node's board, zeroed; its ranks are on it by their global numbers, which differ from those on the node."""
+    ranks = np.zeros(node.Get_size(), np.int64)
+    node.Allgather(np.array([rank], np.int64), ranks)
+    memoryview(window.tomemory())[:] = bytes(ROW_BYTES)  # type: ignore[arg-type]
+    node.Barrier()
+    # By default a shared window is one piece over all ranks, in their order.
+    base, _ = window.Shared_query(0)
+    memory = MPI.buffer.fromaddress(base.address, ROW_BYTES * len(ranks))
+    return Board(memoryview(memory), ranks.tolist())  # type: ignore[arg-type]

@@ -1,0 +1,32 @@
+"""The one module that reads the process's environment. What the others need of it has a name here."""
+
+from __future__ import annotations
+
+import os
+
+# How an MPI library and its launcher tell a process that it is a rank.
+_LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
+
+
+def under_mpirun() -> bool:
+    """Whether mpirun started this process, as one rank of its run."""
+    return "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ
+
+
+def for_child() -> dict[str, str]:
+    """This environment for a process that is no rank: one that inherited a rank's variables would take them for its
+    own and disturb the run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+
+
+def for_mpirun() -> dict[str, str]:
+    """This environment for a new mpirun. Open MPI refuses to run as root (the user in a container) until told twice."""
+    environment = for_child()
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environment
+
+
+def search_path() -> str | None:
+    """Where to look for programs."""
+    return os.environ.get("PATH")

