@@ -54,6 +54,16 @@ class EngineConfig:
     """Context rows that expanded attention up-projects at a time; sizes a workspace."""
     plans_in_flight: int = 2
     """Plans sent before the first one's result is needed: 1 or 2."""
+    layouts: tuple[Layout, ...] = ()
+    """Layouts that the deployment may switch to besides `layout`. Its limits are those of the tightest."""
+    migration_bytes: int = 1 << 20
+    """What a rank may at first send or receive for a switch in one step; adapted to step times from then on."""
+    migration_max_slowdown: float = 0.05
+    """By how much steps may be slower while a switch moves things; 0.05 is 5 %."""
+    switch_deadline_s: float = 60.0
+    """A switch that is not done by then is aborted."""
+    switch_hold_s: float = 5.0
+    """How long a switch may hold admissions while it waits for room."""
     step_deadline_s: float = 120.0
     """A rank that waits longer than this inside one step ends the run."""
 
@@ -70,14 +80,19 @@ class EngineConfig:
             ("dop_absorbed_tokens", 1, 1 << 20),
             ("context_block_tokens", 1, 1 << 20),
             ("plans_in_flight", 1, 2),
+            ("migration_bytes", 1, 1 << 40),
         ):
             value = getattr(self, field)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{field}: {value!r} is not a whole number from {low} to {high}")
         if self.max_context is not None and self.max_context < 1:
             raise ValueError(f"max_context: {self.max_context} is not a positive number of tokens")
-        if not self.step_deadline_s > 0:
-            raise ValueError(f"step_deadline_s: {self.step_deadline_s} is not a positive number of seconds")
+        for field in ("step_deadline_s", "switch_deadline_s"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is not a positive number of seconds")
+        for field in ("switch_hold_s", "migration_max_slowdown"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is negative")
         if self.max_batch_tokens < self.max_running:
             raise ValueError(
                 f"max_batch_tokens: {self.max_batch_tokens} is below max_running ({self.max_running}); every running "
@@ -88,6 +103,11 @@ class EngineConfig:
     def itemsize(self) -> int:
         """Bytes of one number of `dtype`."""
         return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def allowed_layouts(self) -> tuple[Layout, ...]:
+        """`layout` and `layouts`, each once, in the enumeration's order."""
+        return tuple(sorted({self.layout, *self.layouts}))
 
     def context_of(self, max_positions: int) -> int:
         """Longest prompt + output in tokens, for a model that was made for max_positions."""

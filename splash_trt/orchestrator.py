@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from splash_trt.config import EngineConfig
-from splash_trt.memory.map import capacity
+from splash_trt.memory.map import model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, TokenDelta
@@ -27,11 +27,10 @@ class Orchestrator:
     @classmethod
     def of(cls, model: ModelConfig, config: EngineConfig, worker: Worker) -> Orchestrator:
         """The orchestrator of a model whose rank 0 is `worker`."""
-        room = capacity(model, config, config.layout)
         scheduler = Scheduler(
             config,
-            pages_per_rank=room.pages_per_rank,
-            request_tokens=room.request_tokens,
+            sizes=model_sizes(model, config),
+            request_tokens=request_tokens(model, config),
             vocab_size=model.vocab_size,
             max_context=config.context_of(model.max_positions),
             eos_token_ids=model.eos_token_ids,
@@ -48,8 +47,9 @@ class Orchestrator:
 
     def step(self) -> list[TokenDelta]:
         """One turn: a plan goes out if there is anything to compute, and the oldest result that is due comes in."""
-        deltas = self.scheduler.expire(time.monotonic())
-        plan = self.scheduler.schedule()
+        now = time.monotonic()
+        deltas = self.scheduler.expire(now)
+        plan = self.scheduler.schedule(now)
         if plan is not None:
             self._in_flight.append(self._execute(plan))
         if self._in_flight and (plan is None or len(self._in_flight) == self._plans_in_flight):
@@ -58,5 +58,5 @@ class Orchestrator:
 
     @property
     def idle(self) -> bool:
-        """No request is left and every plan's result is in."""
-        return not self.scheduler.has_requests and not self._in_flight
+        """No request is left, no switch is under way, and every plan's result is in."""
+        return not (self.scheduler.has_requests or self.scheduler.switcher.busy or self._in_flight)

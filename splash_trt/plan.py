@@ -36,7 +36,8 @@ def _ints(*shape: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One step. Order inside it: `tables` and `sampling` take effect, then `moves`, then the rows run."""
+    """One step. In this order: the epoch, `sampling` and tables take effect; `moves` and `weights` are copied; the rows
+    run; `late_moves` are copied."""
 
     step: int
     epoch: int
@@ -66,8 +67,18 @@ class Plan:
     """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
     sampling: np.ndarray = field(default_factory=lambda: np.zeros(0, SAMPLING_DTYPE))
     """[P] of SAMPLING_DTYPE: parameters of slots that are new to the ranks."""
-    moves: np.ndarray = field(default_factory=lambda: _ints(0, 4))
-    """[M, 4] int32: source rank, source page, target rank, target page: whole pages to copy before the rows run."""
+    moves: np.ndarray = field(default_factory=lambda: _ints(0, 6))
+    """[M, 6] int32: source rank, source page, target rank, target page, first row, rows: copies before the rows run."""
+    attempt: int = 0
+    """Numbers the switch under way; 0: none. When it changes, target tables are forgotten."""
+    armed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """[R] bool: the row's new cache rows are also written wherever its target table wants them."""
+    target_tables: np.ndarray = field(default_factory=lambda: _ints(0, 4))
+    """[C, 4] int32: like `tables`, for where the cache will be after the switch; at the next epoch they are `tables`."""
+    late_moves: np.ndarray = field(default_factory=lambda: _ints(0, 6))
+    """[M, 6] int32: like `moves`, after the rows have run: new rows for ranks that did not compute them."""
+    weights: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
+    """[K, 5] int64: source rank, target rank, head-cut tensor, first and end number in the source's part of it."""
 
     @property
     def num_rows(self) -> int:
@@ -76,6 +87,12 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return len(self.token)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute, to move or to tell."""
+        parts = (self.token, self.tables, self.sampling, self.moves, self.target_tables, self.late_moves, self.weights)
+        return not any(len(part) for part in parts)
 
     @property
     def row_of_token(self) -> np.ndarray:
@@ -87,6 +104,16 @@ class Plan:
         """[T] int32: each token's position in its request."""
         first = np.cumsum(self.count) - self.count
         return np.arange(self.num_tokens, dtype=np.int32) + np.repeat(self.start - first, self.count).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """A rank's part in a switch, as it reports it after a step."""
+
+    error: str
+    """Why a copy of this step failed; empty: all went well."""
+    gap_s: float
+    """Time between the end of the rank's previous step and the begin of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +129,29 @@ class StepResult:
     """[W, K] int64: the K likeliest ids, best first; K is the most that any row asks for, maybe 0."""
     top_logprob: np.ndarray
     """[W, K] float64."""
+    seconds: float = 0.0
+    """What the step took on rank 0."""
+    statuses: tuple[RankStatus, ...] = ()
+    """Of each rank, after a step that belongs to a switch."""
+
+    @classmethod
+    def empty(cls, step: int) -> StepResult:
+        """Of a plan without rows."""
+        ids, numbers = np.zeros(0, np.int64), np.zeros(0)
+        return cls(
+            step=step, token=ids, logprob=numbers, top_token=ids.reshape(0, 0), top_logprob=numbers.reshape(0, 0)
+        )
 
 
-_ARRAYS = {f.name for f in fields(Plan)} - {"step", "epoch", "layout", "bucket"}
+_SCALARS = ("step", "epoch", "layout", "bucket", "attempt")
+_ARRAYS = [f.name for f in fields(Plan) if f.name not in _SCALARS]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict)
 
 
 def encode(plan: Plan) -> bytes:
     """The plan as msgpack: scalars as they are, arrays as (shape, bytes); dtypes are those of the class."""
-    out: dict[str, object] = {"step": plan.step, "epoch": plan.epoch, "layout": int(plan.layout), "bucket": plan.bucket}
+    out: dict[str, object] = {name: int(getattr(plan, name)) for name in _SCALARS}
     for name in _ARRAYS:
         array = getattr(plan, name)
         assert array.dtype == _DTYPES[name], (name, array.dtype)
@@ -123,11 +163,14 @@ def decode(data: bytes) -> Plan:
     """The inverse of `encode`; its arrays are read-only views of `data`."""
     raw = _decoder.decode(data)
     values = {name: np.frombuffer(raw[name][1], _DTYPES[name]).reshape(raw[name][0]) for name in _ARRAYS}
-    return Plan(step=raw["step"], epoch=raw["epoch"], layout=Layout(raw["layout"]), bucket=raw["bucket"], **values)
+    scalars = {name: raw[name] for name in _SCALARS} | {"layout": Layout(raw["layout"])}
+    return Plan(**scalars, **values)
 
 
 _DTYPES = {name: np.dtype(np.int32) for name in _ARRAYS} | {
     "absorbed": np.dtype(np.bool_),
+    "armed": np.dtype(np.bool_),
+    "weights": np.dtype(np.int64),
     "token": np.dtype(np.int64),
     "want_target": np.dtype(np.int64),
     "sampling": SAMPLING_DTYPE,

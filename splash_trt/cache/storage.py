@@ -19,6 +19,6 @@ class PageStorage:
         """[num_pages, page_tokens, L + R], a strided view."""
         return self.pages[:, index]
 
-    def copy_page(self, source: int, target: int) -> None:
-        """All layers of one page to another page of this rank."""
-        self.pages[target].copy_(self.pages[source])
+    def rows(self, page: int, first: int, count: int) -> torch.Tensor:
+        """[layers, count, L + R]: rows first … first + count - 1 of a page, a view."""
+        return self.pages[page, :, first : first + count]

@@ -10,12 +10,15 @@ The top `others_bytes` is pages while residency is SHARD and the other ranks' he
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
+from splash_trt.migration.diff import Sizes
 from splash_trt.models.config import ModelConfig
-from splash_trt.weights.shards import align, others_block, own_block
+from splash_trt.weights.shards import align, heads_of, others_block, own_block
+from splash_trt.weights.spec import Cut, tensor_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,27 @@ def memory_map(model: ModelConfig, config: EngineConfig, rank: int) -> MemoryMap
         others_bytes=others_block(model, rank, ranks, size).num_bytes,
         page_bytes=page_bytes(model, config),
     )
+
+
+def model_sizes(model: ModelConfig, config: EngineConfig) -> Sizes:
+    """What migration reckons with; ValueError as `capacity` for every allowed layout."""
+    pages = {
+        SPECS[layout].residency: capacity(model, config, layout).pages_per_rank for layout in config.allowed_layouts
+    }
+    head_cut = [spec for spec in tensor_specs(model) if spec.cut is Cut.HEADS]
+    return Sizes(
+        page_tokens=config.page_tokens,
+        row_bytes=model.num_layers * model.row_width * config.itemsize,
+        itemsize=config.itemsize,
+        heads=heads_of(model, config.num_ranks),
+        head_numbers=tuple(math.prod(spec.shape[1:]) for spec in head_cut),
+        pages=pages,
+    )
+
+
+def request_tokens(model: ModelConfig, config: EngineConfig) -> int:
+    """The longest request, prompt and output together, that every allowed layout holds."""
+    return min(capacity(model, config, layout).request_tokens for layout in config.allowed_layouts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from splash_trt.config import EngineConfig
 from splash_trt.layout.partition import token_ranks
 from splash_trt.layout.spec import SPECS, PlacementKind
-from splash_trt.plan import LAST_SAMPLED, Plan
+from splash_trt.plan import LAST_SAMPLED, NO_PAGE, Plan
 from splash_trt.runtime.rounds import Round, context_rounds
 from splash_trt.runtime.tables import SlotTables
 
@@ -66,6 +66,8 @@ class StepInputs:
     position: torch.Tensor
     """[T_r] int64 of this rank's tokens."""
     append: Append
+    append_target: Append
+    """Rows that this rank computed and will store in the layout to come; empty unless a switch is under way."""
     absorbed: Absorbed | None
     """None if no rank has any absorbed token in this step."""
     expanded: torch.Tensor
@@ -119,6 +121,7 @@ class InputBuilder:
             sampled_slot=_tensor(plan.slot[row[order[sampled]]]),
             position=_tensor(position[here]),
             append=self._append(plan, here, row, position),
+            append_target=self._append_target(plan, here, row, position),
             absorbed=self._absorbed(plan, rank_of, here, row, position) if absorbed.any() else None,
             expanded=_tensor(expanded),
             rounds=context_rounds(plan, config, self._rank, self._tables.pages, here[expanded], local),
@@ -146,6 +149,16 @@ class InputBuilder:
         source = np.flatnonzero(keep)
         page, offset = self._where(plan.slot[row[here[source]]], position[here[source]])
         return Append(source=_tensor(source), page=page, offset=offset)
+
+    def _append_target(self, plan: Plan, here: np.ndarray, row: np.ndarray, position: np.ndarray) -> Append:
+        """Rows of armed requests whose page here in the target tables is another than today's."""
+        armed = np.flatnonzero(plan.armed[row[here]])
+        slot, at = plan.slot[row[here[armed]]], position[here[armed]]
+        index = at // self._config.page_tokens
+        page = self._tables.target_pages[slot, index]
+        keep = np.flatnonzero((page != NO_PAGE) & (page != self._tables.pages[slot, index]))
+        offset = at[keep] % self._config.page_tokens
+        return Append(source=_tensor(armed[keep]), page=_tensor(page[keep]), offset=_tensor(offset))
 
     def _absorbed(
         self, plan: Plan, rank_of: np.ndarray, here: np.ndarray, row: np.ndarray, position: np.ndarray

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+
 import numpy as np
 import torch
 
@@ -15,8 +18,9 @@ from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import SPECS, Residency, Tokens
 from splash_trt.memory.arena import DTYPES, Arena
 from splash_trt.memory.map import memory_map
+from splash_trt.migration.mover import Mover
 from splash_trt.models.config import ModelConfig
-from splash_trt.plan import SAMPLE, Plan, StepResult
+from splash_trt.plan import SAMPLE, Plan, RankStatus, StepResult
 from splash_trt.runtime.absorbed import ABSORBED, AbsorbedAttention
 from splash_trt.runtime.expanded import ExpandedAttention
 from splash_trt.runtime.inputs import InputBuilder, StepInputs
@@ -65,12 +69,28 @@ class Runner:
         workspace = self._arena.view(align(buffer.nbytes), (expanded,), dtype)
         self._expanded = ExpandedAttention(model, collectives, buffer, workspace)
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim)
+        self._mover = Mover(self.storage, self.weights, collectives)
+        self._ended = time.monotonic()
         self._sampler = Sampler(collectives, partition(model.vocab_size, collectives.size)[rank][0], model.vocab_size)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        self._tables.apply(plan)
-        self._move(plan)
+        """One step. What a switch moves travels before and after the model."""
+        begin = time.monotonic()
+        gap = begin - self._ended
+        new_epoch = self._tables.apply(plan)
+        if new_epoch:
+            self.weights.residency = SPECS[plan.layout].residency
+        errors = [self._mover.before(plan)]
+        result = self._compute(plan) if plan.num_tokens else StepResult.empty(plan.step)
+        errors.append(self._mover.after(plan))
+        statuses: tuple[RankStatus, ...] = ()
+        if plan.attempt or new_epoch:
+            statuses = self._mover.statuses(RankStatus("; ".join(filter(None, errors)), gap))
+        self._ended = time.monotonic()
+        return dataclasses.replace(result, seconds=self._ended - begin, statuses=statuses)
+
+    def _compute(self, plan: Plan) -> StepResult:
         step = self._inputs.build(plan)
         engine = self.engines[plan.layout]
         self._check_residency(plan.layout)
@@ -93,14 +113,6 @@ class Runner:
         if SPECS[layout].residency is Residency.FULL:
             assert self.weights.residency is Residency.FULL or self._comm.size == 1, f"{layout.name} without weights"
 
-    def _move(self, plan: Plan) -> None:
-        """Copy whole pages inside this rank."""
-        rank = self._comm.rank
-        for source_rank, source, target_rank, target in plan.moves.tolist():
-            assert source_rank == target_rank, "pages between ranks are the migration's to move"
-            if source_rank == rank:
-                self.storage.copy_page(source, target)
-
     def _attention(
         self,
         layer: int,
@@ -114,7 +126,8 @@ class Runner:
         x = engine.attention_norm(layer, hidden)
         q_nope, q_rope, rows = engine.attention_in(layer, x, cos, sin)
         pages = self.storage.layer(layer)
-        cache_append(pages, rows[step.append.source], step.append.page, step.append.offset)
+        for append in (step.append, step.append_target):
+            cache_append(pages, rows[append.source], append.page, append.offset)
         values = q_nope.new_empty((*q_nope.shape[:2], self._model.v_head_dim))
         if step.absorbed is not None:
             here = step.absorbed.here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from splash_trt.cache.directory import Directory
@@ -11,30 +13,42 @@ from splash_trt.layout.spec import PlacementKind
 RESERVE_SHARE = 8  # one page kept free for this many running requests, so that they do not evict what just came in
 
 
+def reserve(running_at: np.ndarray) -> int:
+    """Pages to keep free on each rank for the requests that run; running_at [N]: how many by home."""
+    return -(-int(running_at.sum()) // RESERVE_SHARE)
+
+
 def place(
-    directory: Directory, kind: PlacementKind, num_pages: int, final_pages: int, running_at: np.ndarray
-) -> Placement | None:
-    """The placement for a request of num_pages now and final_pages at its longest, or None while there is no room.
+    directory: Directory,
+    kind: PlacementKind,
+    num_pages: int,
+    final_pages: int,
+    running_at: np.ndarray,
+    target_for: Callable[[Placement], Placement | None],
+) -> tuple[Placement, Placement | None] | None:
+    """The placement for a request of num_pages now and final_pages at its longest, and its second one while a switch
+    is under way (target_for); None while there is no room.
 
-    running_at [N]: running requests by home. OWNED takes the rank with the most free pages, STRIPED the home with the
-    fewest requests; ties go to the lower rank.
+    running_at [N]: running requests by home. OWNED takes the rank with the largest share of its pages free (the most
+    free pages would send every request to the rank that has some more of them), STRIPED the home with the fewest
+    requests; ties go to the lower rank.
     """
-    num_ranks = directory.num_ranks
-    limits = np.array([pool.limit for pool in directory.pools])
-    room = directory.free_pages() - -(-running_at.sum() // RESERVE_SHARE)
-    if running_at.sum() == 0:
-        room = directory.free_pages()
+    num_ranks, limits = directory.num_ranks, directory.limits()
+    room = directory.free_pages() - reserve(running_at)
 
-    def fits(home: int) -> bool:
-        placement = Placement(kind, home)
-        now = placement.pages_per_rank(num_pages, num_ranks)
+    def fits(placement: Placement, target: Placement | None) -> bool:
+        now = directory.needed_by(placement, target, 0, num_pages)
         final = placement.pages_per_rank(final_pages, num_ranks)
         return bool((now <= np.where(now > 0, room, now)).all() and (final <= limits).all())
 
     homes = [0]
     if kind is PlacementKind.OWNED:
-        homes = np.argsort(-room, kind="stable").tolist()
+        homes = np.argsort(-room / np.maximum(limits, 1), kind="stable").tolist()
     elif kind is PlacementKind.STRIPED:
         homes = np.argsort(running_at, kind="stable").tolist()
-    home = next((h for h in homes if fits(h)), None)
-    return None if home is None else Placement(kind, home)
+    for home in homes:
+        placement = Placement(kind, home)
+        target = target_for(placement)
+        if fits(placement, target):
+            return placement, target
+    return None

@@ -7,8 +7,10 @@ import numpy as np
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.partition import rank_counts, token_ranks
 from splash_trt.plan import LAST_SAMPLED, SAMPLE, SAMPLING_DTYPE, Plan
+from splash_trt.scheduler.ledger import Changes, stacked
 from splash_trt.scheduler.sequence import Sequence
 from splash_trt.scheduler.slots import Slots
+from splash_trt.scheduler.switcher import Switcher
 
 
 class RowBuilder:
@@ -51,9 +53,8 @@ class RowBuilder:
         slots.computed[slot] = end
         self.num_tokens += count
 
-    def plan(
-        self, *, step: int, epoch: int, tables: np.ndarray, admitted: list[Sequence], moves: np.ndarray
-    ) -> Plan:
+    def plan(self, step: int, changes: Changes, switcher: Switcher) -> Plan:
+        """The rows so far as plan `step`, with what the ledger and the switch have for it."""
         config = self._config
         slot = np.concatenate(self._slot).astype(np.int32)
         start = np.concatenate(self._start).astype(np.int32)
@@ -65,9 +66,11 @@ class RowBuilder:
             self._layout, home, start, count, absorbed, num_ranks=config.num_ranks, page_tokens=config.page_tokens
         )
         counts = rank_counts(ranks, self.num_tokens, config.num_ranks)
+        moves, weights = switcher.take_moves()
+        local = np.array(changes.local_moves, np.int32).reshape(-1, 6)
         return Plan(
             step=step,
-            epoch=epoch,
+            epoch=switcher.epoch,
             layout=self._layout,
             slot=slot,
             start=start,
@@ -79,9 +82,14 @@ class RowBuilder:
             want_target=np.concatenate(self._target),
             counts=counts,
             bucket=int(counts.max()),
-            tables=tables,
-            sampling=_sampling(admitted),
-            moves=moves,
+            tables=stacked(changes.tables),
+            sampling=_sampling(changes.opened),
+            moves=np.concatenate([local, moves]),
+            attempt=switcher.attempt,
+            armed=switcher.armed(slot),
+            target_tables=stacked(changes.target_tables),
+            late_moves=switcher.late_moves(slot, start, count, absorbed),
+            weights=weights,
         )
 
 

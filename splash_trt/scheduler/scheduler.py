@@ -9,20 +9,30 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
-from splash_trt.cache.compaction import compact
 from splash_trt.cache.directory import Directory
 from splash_trt.cache.placement import num_pages
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS
+from splash_trt.layout.switch import ABORTABLE, Goal
+from splash_trt.migration.diff import Sizes
 from splash_trt.plan import SAMPLE, Plan, StepResult
 from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
 from splash_trt.scheduler.admission import place
+from splash_trt.scheduler.ledger import Ledger
 from splash_trt.scheduler.rows import RowBuilder
 from splash_trt.scheduler.sequence import Sequence, WaitingQueue
-from splash_trt.scheduler.slots import Slots
+from splash_trt.scheduler.switcher import Switcher
+
+
+class _Clock(TypedDict):
+    """Where rank 0 is: the last plan made, and the time of the last schedule()."""
+
+    sent: int
+    now: float
 
 
 @dataclass(frozen=True)
@@ -34,44 +44,49 @@ class InFlight:
 
 
 class Scheduler:
-    """pages_per_rank and request_tokens are the layout's capacity (memory/map.py)."""
+    """sizes: what ranks hold under each residency. request_tokens: the longest request, prompt and output together,
+    that every allowed layout holds (memory/map.py)."""
 
     def __init__(
         self,
         config: EngineConfig,
         *,
-        pages_per_rank: tuple[int, ...],
+        sizes: Sizes,
         request_tokens: int,
         vocab_size: int,
         max_context: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        self.layout: Layout = config.layout
-        self.epoch = 0
-        self.directory = Directory(pages_per_rank)
         self._config = config
         self._request_tokens = request_tokens
         self._vocab_size = vocab_size
         self._max_context = max_context
         self._eos = frozenset(eos_token_ids)
-        self._slots = Slots(config.max_running)
+        limits = sizes.pages[SPECS[config.layout].residency]
+        self._ledger = Ledger(limits, config.max_running, config.page_tokens)
+        self._slots = self._ledger.slots
+        self.switcher = Switcher(config, self._ledger, sizes)
         self._queue = WaitingQueue()
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[InFlight] = deque()
-        self._closed_slots: deque[tuple[int, int]] = deque()  # (last plan that may name it, slot)
         self._arrivals = 0
         self._step = 0  # of the last plan made
         self._completed = 0
-        self._running_at = np.zeros(config.num_ranks, np.int64)
-        self._tables: list[np.ndarray] = []  # block-table changes for the next plan, [C, 4] each
-        self._moves: list[tuple[int, int, int, int]] = []
-        self._new: list[Sequence] = []
+        self._now = 0.0
+
+    @property
+    def layout(self) -> Layout:
+        return self.switcher.layout
+
+    @property
+    def directory(self) -> Directory:
+        return self._ledger.directory
 
     # Requests in and out
 
     @property
     def num_running(self) -> int:
-        return int(self._running_at.sum())
+        return int(self._ledger.running_at.sum())
 
     @property
     def num_waiting(self) -> int:
@@ -87,9 +102,10 @@ class Scheduler:
             raise ValueError(f"id: {request.id!r} is the id of a request that is still running")
         request.check(self._vocab_size, self._max_context)
         if len(request.prompt) >= self._request_tokens:
+            names = ", ".join(layout.name.lower() for layout in self._config.allowed_layouts)
             raise ValueError(
-                f"prompt: {len(request.prompt)} tokens are too many; layout {self.layout.name.lower()} holds at most "
-                f"{self._request_tokens} tokens of one request, prompt and output together: raise memory_bytes"
+                f"prompt: {len(request.prompt)} tokens are too many; the cache holds at most {self._request_tokens} "
+                f"tokens of one request, prompt and output together, in layouts {names}: raise memory_bytes"
             )
         wish = min(len(request.prompt) + request.sampling.max_tokens, self._max_context)
         limit = min(wish, self._request_tokens)
@@ -113,25 +129,35 @@ class Scheduler:
         deltas = [self.cancel(request_id, "deadline_s has passed") for request_id in late]
         return [delta for delta in deltas if delta is not None]
 
+    def switch(self, layout: Layout, why: str, *, owners: dict[str, int] | None = None) -> None:
+        """Go to `layout` as soon as can be; owners: ranks by request id, for single requests (see Switcher.request)."""
+        goal = Goal(layout=layout, why=why, owners=owners or {})
+        self.switcher.request(goal, sent=self._step, now=self._now)
+
+    def abort_switch(self, why: str) -> bool:
+        """Stay where we are; False if there is nothing to abort (any more)."""
+        abortable = self.switcher.state in ABORTABLE
+        if abortable:
+            self.switcher.abort(why, sent=self._step, now=self._now)
+        return abortable
+
     # One step
 
-    def schedule(self) -> Plan | None:
-        """The next plan, or None if there is nothing to compute before a result comes back."""
-        decodes = self._decodes()
-        rows = RowBuilder(self._config, self.layout, self._slots, decodes)
+    def schedule(self, now: float = 0.0) -> Plan | None:
+        """The next plan, or None if there is nothing to do before a result comes back. now: seconds, any clock."""
+        self._now = now
+        self._reclaim()
+        self.switcher.advance(step=self._step + 1, sent=self._step, completed=self._done, now=now)
+        rows = RowBuilder(self._config, self.layout, self._slots, self._decodes())
         self._prefills(rows)
-        self._admissions(rows)
-        if rows.num_tokens == 0 and not self._moves:
+        if not self.switcher.holds_admissions:
+            self._admissions(rows)
+        changes = self._ledger.take_changes()
+        plan = rows.plan(self._step + 1, changes, self.switcher)
+        if plan.is_empty:
+            self._ledger.keep_changes(changes)
             return None
         self._step += 1
-        plan = rows.plan(
-            step=self._step,
-            epoch=self.epoch,
-            tables=np.concatenate(self._tables) if self._tables else np.zeros((0, 4), np.int32),
-            admitted=self._new,
-            moves=np.array(self._moves, np.int32).reshape(-1, 4),
-        )
-        self._tables, self._moves, self._new = [], [], []
         sequences = [self._slots.sequence(slot) for slot in plan.slot.tolist()]
         for sequence in sequences:
             sequence.rows_in_flight += 1
@@ -154,15 +180,14 @@ class Scheduler:
                     deltas.append(self._take(sequence, sent.plan, result, begin, end))
                 begin = end
         self._completed = result.step
+        self.switcher.completed(sent.plan, result, sent=self._step, now=self._now)
         self._reclaim()
         return deltas
 
     def check_idle(self) -> None:
         """With no request left: everything was given back."""
         assert not self._sequences and not self._in_flight and not len(self._queue)
-        self.directory.check()
-        assert self.directory.free_pages().tolist() == [pool.limit for pool in self.directory.pools]
-        assert not self._slots.live.any() and not self._closed_slots and not self._running_at.any()
+        self._ledger.check_idle()
 
     # The parts of a step
 
@@ -170,28 +195,14 @@ class Scheduler:
         """Slots that get one token in this step, each with a page for it."""
         s = self._slots
         ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
-        full = ready & (s.computed >= s.pages * self._config.page_tokens)
-        promised = self.directory.leaving_pages()
-        for slot in s.senior_first(np.flatnonzero(full)).tolist():
-            if s.live[slot] and not self._grow(slot):
+        full = np.flatnonzero(ready & (s.computed >= s.pages * self._config.page_tokens))
+        promised: np.ndarray | None = None
+        for slot in s.senior_first(full).tolist():
+            if s.live[slot] and not self._ledger.grow(slot):
                 ready[slot] = False
+                promised = self.directory.leaving_pages() if promised is None else promised
                 self._make_room(slot, promised)
         return np.flatnonzero(ready & s.live)
-
-    def _grow(self, slot: int) -> bool:
-        """One more page for a slot, if every rank that has to hold it has one free."""
-        sequence = self._slots.sequence(slot)
-        entry = self.directory[sequence.id]
-        if self.directory.missing(entry.placement, entry.num_pages, 1).any():
-            return False
-        self._add_pages(sequence, 1)
-        self._slots.pages[slot] += 1
-        return True
-
-    def _add_pages(self, sequence: Sequence, count: int) -> None:
-        added = self.directory.grow(sequence.id, count)
-        slot = np.full((len(added), 1), sequence.slot, np.int32)
-        self._tables.append(np.concatenate([added[:, :1], slot, added[:, 1:]], axis=1))
 
     def _make_room(self, slot: int, promised: np.ndarray) -> None:
         """Preempt until the pages that are about to come free are enough for one more page of `slot`.
@@ -200,16 +211,19 @@ class Scheduler:
         one can be the request itself.
         """
         sequence = self._slots.sequence(slot)
-        entry = self.directory[sequence.id]
-        lacking = self.directory.missing(entry.placement, entry.num_pages, 1)
+        lacking = self._ledger.shortfall(slot)
         while (lacking > promised).any():
             rank = int(np.flatnonzero(lacking > promised)[0])
-            victim = self._most_junior_at(rank)
             before = self.directory.leaving_pages()
-            self._preempt(victim)
+            if self.switcher.yields_room(rank):
+                self.switcher.abort(f"no room: rank {rank} has no page for a running request", **self._clock)
+                lacking = self._ledger.shortfall(slot)
+            else:
+                victim = self._most_junior_at(rank)
+                self._preempt(victim)
+                if victim is sequence:
+                    return
             promised += self.directory.leaving_pages() - before
-            if victim is sequence:
-                return
         promised -= lacking
 
     def _most_junior_at(self, rank: int) -> Sequence:
@@ -242,26 +256,19 @@ class Scheduler:
                 return
             count = num_pages(len(sequence.tokens), self._config.page_tokens)
             final = num_pages(sequence.limit, self._config.page_tokens)
-            placement = place(self.directory, SPECS[self.layout].placement, count, final, self._running_at)
-            if placement is None:
+            kind, switcher = SPECS[self.layout].placement, self.switcher
+            found = place(self.directory, kind, count, final, self._ledger.running_at, switcher.target_for)
+            if found is None:
                 return
             self._queue.remove(sequence)
-            self._slots.open(sequence, placement.home, count)
-            self._running_at[placement.home] += 1
-            self.directory.open(sequence.id, placement)
-            self._add_pages(sequence, count)
-            self._new.append(sequence)
+            self._ledger.open(sequence, *found, count)
+            switcher.opened(sequence.slot)
             room = self._config.max_batch_tokens - rows.num_tokens
             rows.prefill(sequence.slot, min(room, len(sequence.tokens)))
 
     def compact(self, rank: int, limit: int, budget_pages: int) -> int:
         """Let the next plan move up to budget_pages of a rank's pages below `limit`; returns how many."""
-        moved = compact(self.directory, rank, limit, budget_pages, step=self._step + 1)
-        for request_id, index, old, new in moved:
-            slot = self._sequences[request_id].slot
-            self._tables.append(np.array([[rank, slot, index, new]], np.int32))
-            self._moves.append((rank, old, rank, new))
-        return len(moved)
+        return self._ledger.compact(rank, limit, budget_pages, step=self._step + 1)
 
     # Ends
 
@@ -304,22 +311,20 @@ class Scheduler:
         self._reclaim()
 
     def _free_cache(self, sequence: Sequence) -> None:
-        """Pages and slot go back once no plan in flight names them. Changes not yet sent may still name them: such
-        entries are overwritten before the slot is read again."""
-        slot = sequence.slot
-        if sequence in self._new:
-            self._new.remove(sequence)
-        self._running_at[self._slots.home[slot]] -= 1
-        self._slots.close(slot)
-        self._closed_slots.append((self._step, slot))
-        self.directory.close(sequence.id, step=self._step)
+        self._ledger.close(sequence, closed_after=self._step)
+
+    @property
+    def _done(self) -> int:
+        """The last plan that has completed, which is the last one made when none is on its way."""
+        return self._completed if self._in_flight else self._step
+
+    @property
+    def _clock(self) -> _Clock:
+        return {"sent": self._step, "now": self._now}
 
     def _reclaim(self) -> None:
         """Take back what the completed plans were the last to name."""
-        done = self._step if not self._in_flight else self._completed
-        self.directory.completed(done)
-        while self._closed_slots and self._closed_slots[0][0] <= done:
-            self._slots.release(self._closed_slots.popleft()[1])
+        self._ledger.reclaim(self._done)
 
 
 def _logprob(result: StepResult, i: int, alternatives: int) -> TokenLogprob:

@@ -78,3 +78,8 @@ def others_block(model: ModelConfig, rank: int, num_ranks: int, itemsize: int) -
 def heads_of(model: ModelConfig, num_ranks: int) -> tuple[int, ...]:
     """Attention heads per rank."""
     return tuple(end - begin for begin, end in partition(model.num_heads, num_ranks))
+
+
+def others_begin(heads: tuple[int, ...], source: int, target: int, numbers: int) -> int:
+    """Where rank `source`'s part of a tensor begins in rank `target`'s `others`; numbers: per head."""
+    return numbers * sum(count for rank, count in enumerate(heads[:source]) if rank != target)

@@ -7,7 +7,7 @@ import torch
 from splash_trt.layout.spec import Residency
 from splash_trt.memory.arena import DTYPES, Arena
 from splash_trt.models.config import ModelConfig
-from splash_trt.weights.shards import Block, others_block, own_block
+from splash_trt.weights.shards import Block, heads_of, others_begin, others_block, own_block
 from splash_trt.weights.source import WeightSource
 
 
@@ -26,6 +26,9 @@ class WeightStore:
         self.own = self._views(arena, self._own_block, arena.sizes.own_offset)
         self.others = self._views(arena, self._others_block, arena.sizes.others_offset)
         self.residency = Residency.SHARD
+        self._rank = rank
+        self._heads = heads_of(model, num_ranks)
+        self._head_cut = [s.spec.name for s in self._others_block.shards]
 
     def _views(self, arena: Arena, block: Block, base: int) -> dict[str, torch.Tensor]:
         wide = self._dtype if self._dtype.itemsize >= 4 else torch.float32
@@ -33,6 +36,16 @@ class WeightStore:
             s.spec.name: arena.view(base + s.offset, s.shape, wide if s.spec.float32 else self._dtype)
             for s in block.shards
         }
+
+    def own_part(self, tensor: int, begin: int, end: int) -> torch.Tensor:
+        """Numbers [begin, end) of this rank's part of the tensor-th head-cut tensor, a flat view."""
+        return self.own[self._head_cut[tensor]].view(-1)[begin:end]
+
+    def others_part(self, source: int, tensor: int, begin: int, end: int) -> torch.Tensor:
+        """Where numbers [begin, end) of rank `source`'s part of that tensor lie in `others`, a flat view."""
+        others = self.others[self._head_cut[tensor]]
+        first = others_begin(self._heads, source, self._rank, others[0].numel())
+        return others.view(-1)[first + begin : first + end]
 
     def load_own(self, source: WeightSource) -> None:
         _read(source, self._own_block, self.own)

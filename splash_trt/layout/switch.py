@@ -1,0 +1,91 @@
+"""The states of a switch from one layout to another, and the moves between them that are legal.
+
+    steady ──> preparing ──> migrating ──> armed ──(commit)──> retiring ──> steady
+                   │             │           │
+                   └─────────────┴───────────┴──> aborting ──> steady
+
+preparing: room is made (pages leave the top of the arena, admissions wait) and second placements are allocated.
+migrating: rows and weights move under a budget; a request whose rows have all moved is armed: from then on its new rows
+are written under both placements. armed: every request is, and all that was sent is being acknowledged.
+retiring: the new layout serves; what the last plans of the old one name drains. aborting: likewise for the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from splash_trt.config import Layout
+
+
+class State(str, Enum):
+    STEADY = "steady"
+    PREPARING = "preparing"
+    MIGRATING = "migrating"
+    ARMED = "armed"
+    RETIRING = "retiring"
+    ABORTING = "aborting"
+
+
+LEGAL: dict[State, frozenset[State]] = {
+    State.STEADY: frozenset({State.PREPARING}),
+    State.PREPARING: frozenset({State.MIGRATING, State.ABORTING}),
+    State.MIGRATING: frozenset({State.ARMED, State.ABORTING}),
+    State.ARMED: frozenset({State.RETIRING, State.ABORTING}),
+    State.RETIRING: frozenset({State.STEADY}),
+    State.ABORTING: frozenset({State.STEADY}),
+}
+ABORTABLE = frozenset({State.PREPARING, State.MIGRATING, State.ARMED})
+
+
+class IllegalMove(RuntimeError):
+    """A move between states that LEGAL does not list: a bug."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a switch is for. `owners` moves single requests (by id) to other ranks, also within one layout."""
+
+    layout: Layout
+    why: str
+    owners: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What is published about one switch. Bytes are those planned, by kind; times in seconds."""
+
+    source: str
+    target: str
+    why: str
+    begin_step: int
+    outcome: str = "under way"
+    bytes_between_ranks: dict[str, int] = field(default_factory=lambda: {"weights": 0, "pages": 0, "new_rows": 0})
+    bytes_inside_ranks: int = 0
+    rows_to_move: int = 0
+    rows_moved: int = 0
+    steps_in: dict[str, int] = field(default_factory=dict)
+    seconds_in: dict[str, float] = field(default_factory=dict)
+    slowdown: float | None = None
+    """Median time of the steps that moved something over that of the move-free steps around them, less 1."""
+    stall_s: float | None = None
+    """The slowest rank's gap before the first new step, less the median gap."""
+
+
+class SwitchMachine:
+    """The state, and how long each one took."""
+
+    def __init__(self) -> None:
+        self.state = State.STEADY
+        self._since_step = 0
+        self._since_s = 0.0
+
+    def to(self, state: State, step: int, now: float, record: Record) -> None:
+        """Go to `state`; IllegalMove if LEGAL does not list it. Adds the time in the old state to the record."""
+        if state not in LEGAL[self.state]:
+            raise IllegalMove(f"switch: {self.state.value} -> {state.value} at step {step}")
+        if self.state is not State.STEADY:
+            name = self.state.value
+            record.steps_in[name] = record.steps_in.get(name, 0) + step - self._since_step
+            record.seconds_in[name] = record.seconds_in.get(name, 0.0) + now - self._since_s
+        self.state, self._since_step, self._since_s = state, step, now

@@ -1,0 +1,59 @@
+"""Which second placement each running request gets when a switch begins. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splash_trt.cache.placement import Placement
+from splash_trt.layout.spec import PlacementKind
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A running request's cache: pages now, and at its longest."""
+
+    request_id: str
+    placement: Placement
+    num_pages: int
+    final_pages: int
+
+
+def follow(placement: Placement, kind: PlacementKind, home: int) -> Placement:
+    """The placement of `kind` that moves least: an owner or home stays; `home` serves where there was none."""
+    if kind is PlacementKind.REPLICATED:
+        return Placement(kind)
+    return Placement(kind, home if placement.kind is PlacementKind.REPLICATED else placement.home)
+
+
+def choose_targets(
+    kind: PlacementKind, holdings: list[Holding], limits: np.ndarray, owners: dict[str, int]
+) -> list[Placement]:
+    """Targets in the order of `holdings`. limits [N]: pages of each rank; owners: wishes by request id.
+
+    Homes and owners stay where there is one, unless an owner that had only a stripe so far would overflow. Requests
+    that were replicated are dealt out, the largest first, each to the rank with the least so far; ties go to the lower
+    rank and the earlier request.
+    """
+    load = np.zeros(len(limits), np.int64)
+    targets: dict[str, Placement] = {}
+    free: list[Holding] = []
+    for h in holdings:
+        home = owners.get(h.request_id)
+        if home is None and h.placement.kind is not PlacementKind.REPLICATED:
+            home = h.placement.home
+        narrows = h.placement.kind is PlacementKind.STRIPED and kind is PlacementKind.OWNED
+        if home is None or (narrows and load[home] + h.final_pages > limits[home]):
+            free.append(h)
+            continue
+        targets[h.request_id] = Placement(kind, home)
+        load[home] += h.num_pages
+    for h in sorted(free, key=lambda h: -h.num_pages):
+        fits = np.flatnonzero(limits >= h.final_pages) if kind is PlacementKind.OWNED else np.arange(len(limits))
+        home = int(fits[load[fits].argmin()]) if len(fits) else int(load.argmin())
+        targets[h.request_id] = Placement(kind, home)
+        load[home] += h.num_pages
+    if kind is PlacementKind.REPLICATED:
+        return [Placement(kind) for _ in holdings]
+    return [targets[h.request_id] for h in holdings]

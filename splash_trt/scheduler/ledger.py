@@ -1,0 +1,147 @@
+"""Requests' slots and pages, and the changes to them that ranks have not been told of yet.
+
+The scheduler opens, grows and closes; a switch gives requests second placements and moves rows. Both do it here, so
+that what the next plan carries is always what the directory says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from splash_trt.cache.compaction import compact
+from splash_trt.cache.directory import Directory
+from splash_trt.cache.placement import Placement
+from splash_trt.scheduler.sequence import Sequence
+from splash_trt.scheduler.slots import Slots
+
+
+@dataclass
+class Changes:
+    """For the next plan; arrays and columns as there."""
+
+    tables: list[np.ndarray] = field(default_factory=list)
+    target_tables: list[np.ndarray] = field(default_factory=list)
+    local_moves: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    opened: list[Sequence] = field(default_factory=list)
+
+
+class Ledger:
+    """Slots, pages and pending changes. `closed_after` in the calls is the last plan sent."""
+
+    def __init__(self, limits: tuple[int, ...], max_slots: int, page_tokens: int) -> None:
+        self.directory = Directory(limits)
+        self.slots = Slots(max_slots)
+        self.running_at = np.zeros(len(limits), np.int64)
+        """[N]: running requests by home."""
+        self._page_tokens = page_tokens
+        self._changes = Changes()
+        self._closed: list[tuple[int, int]] = []  # (last plan that may name it, slot)
+
+    def open(self, sequence: Sequence, placement: Placement, target: Placement | None, num_pages: int) -> None:
+        """A slot and pages for a request that has none; there must be room."""
+        slot = self.slots.open(sequence, placement.home, num_pages)
+        self.running_at[placement.home] += 1
+        self.directory.open(sequence.id, placement, target)
+        self._grow(sequence, num_pages)
+        self._changes.opened.append(sequence)
+        assert self.slots.sequences[slot] is sequence
+
+    def shortfall(self, slot: int) -> np.ndarray:
+        """[N] int64: pages that ranks lack for one more page of this slot's request."""
+        need = self.directory.needed(self.slots.sequence(slot).id, 1)
+        return np.maximum(need - self.directory.free_pages(), 0)
+
+    def grow(self, slot: int) -> bool:
+        """One more page, if every rank that has to hold it has one free."""
+        if self.shortfall(slot).any():
+            return False
+        self._grow(self.slots.sequence(slot), 1)
+        self.slots.pages[slot] += 1
+        return True
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        added = self.directory.grow(sequence.id, count)
+        self._changes.tables.append(_with_slot(added.tables, sequence.slot))
+        self._changes.target_tables.append(_with_slot(added.target_tables, sequence.slot))
+
+    def close(self, sequence: Sequence, *, closed_after: int) -> None:
+        """Slot and pages go back once no plan names them (see reclaim)."""
+        slot = sequence.slot
+        self.running_at[self.slots.home[slot]] -= 1
+        self.slots.close(slot)
+        self._closed.append((closed_after, slot))
+        self.directory.close(sequence.id, step=closed_after)
+
+    def reclaim(self, completed: int) -> None:
+        """Plan `completed` and all before it have completed on all ranks."""
+        self.directory.completed(completed)
+        for _, slot in (entry for entry in self._closed if entry[0] <= completed):
+            self.slots.release(slot)
+        self._closed = [entry for entry in self._closed if entry[0] > completed]
+
+    def compact(self, rank: int, limit: int, budget_pages: int, *, step: int) -> int:
+        """Let plan `step`, the next one, move up to budget_pages of a rank's pages below `limit`; returns how many."""
+        moved = compact(self.directory, rank, limit, budget_pages, step=step)
+        for m in moved:
+            change = np.array([[rank, self._slot_of(m.request_id), m.page_index, m.new]], np.int32)
+            self._changes.tables.append(change)
+            if m.shared:
+                self._changes.target_tables.append(change)
+            self._changes.local_moves.append((rank, m.old, rank, m.new, 0, self._page_tokens))
+        return len(moved)
+
+    def retarget(self, slot: int, target: Placement) -> None:
+        """A second placement for a running request; there must be room."""
+        changes = self.directory.retarget(self.slots.sequence(slot).id, target)
+        self._changes.target_tables.append(_with_slot(changes, slot))
+
+    def commit_targets(self, *, step: int) -> None:
+        """Second placements become the placements. Plan `step`, the last one sent, is the last under the old ones."""
+        self.running_at[:] = 0
+        for slot in self.live().tolist():
+            request_id = self.slots.sequence(slot).id
+            self.directory.commit(request_id, step=step)
+            home = self.directory[request_id].placement.home
+            self.slots.home[slot] = home
+            self.running_at[home] += 1
+
+    def drop_targets(self, *, step: int) -> None:
+        """Second placements are forgotten."""
+        for request_id in self.directory:
+            if self.directory[request_id].target is not None:
+                self.directory.drop_target(request_id, step=step)
+        self._changes.target_tables.clear()
+
+    def live(self) -> np.ndarray:
+        """Slots whose requests hold cache, ascending."""
+        return np.flatnonzero(self.slots.live)
+
+    def take_changes(self) -> Changes:
+        """What the next plan has to carry; forgotten here."""
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def keep_changes(self, changes: Changes) -> None:
+        """Take them back: no plan was made."""
+        self._changes = changes
+
+    def check_idle(self) -> None:
+        """With no request left: everything was given back."""
+        self.directory.check()
+        assert (self.directory.free_pages() == self.directory.limits()).all(), "pages were not given back"
+        assert not self.slots.live.any() and not self._closed and not self.running_at.any()
+
+    def _slot_of(self, request_id: str) -> int:
+        return next(int(s) for s in self.live() if self.slots.sequence(int(s)).id == request_id)
+
+
+def _with_slot(changes: np.ndarray, slot: int) -> np.ndarray:
+    """[C, 3] rank, page index, page id -> [C, 4] with the slot second, as plans have it."""
+    return np.insert(changes, 1, slot, axis=1).astype(np.int32)
+
+
+def stacked(parts: list[np.ndarray]) -> np.ndarray:
+    """[C, 4] int32 of all parts."""
+    return np.concatenate(parts) if parts else np.zeros((0, 4), np.int32)

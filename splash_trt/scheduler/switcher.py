@@ -1,0 +1,369 @@
+"""Rank 0's side of a switch: drives the state machine, and fills plans with what has to move, step after step.
+
+`step` in the calls is the plan about to be made, `sent` the last one made, `completed` the last one completed on all
+ranks. Nothing here waits: a state that cannot go on is looked at again before the next plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from splash_trt.cache.placement import Placement, num_pages
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.layout.spec import SPECS, PlacementKind, Residency, Tokens
+from splash_trt.layout.switch import ABORTABLE, Goal, Record, State, SwitchMachine
+from splash_trt.migration.budget import Allowance, Budget
+from splash_trt.migration.diff import Sizes, WeightMove, page_moves, weight_moves
+from splash_trt.migration.targets import Holding, choose_targets, follow
+from splash_trt.plan import Plan, StepResult
+from splash_trt.scheduler.admission import reserve
+from splash_trt.scheduler.ledger import Ledger
+from splash_trt.scheduler.meter import Meter
+
+KEPT_RECORDS = 1000
+MAX_BUDGET_BYTES = 256 << 20
+
+Move = tuple[int, int, int, int, int, int]
+
+
+class Switcher:
+    """`layout` and `epoch` are those of the next plan."""
+
+    def __init__(self, config: EngineConfig, ledger: Ledger, sizes: Sizes) -> None:
+        self.layout: Layout = config.layout
+        self.epoch = 0
+        self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
+        self._config = config
+        self._ledger = ledger
+        self._sizes = sizes
+        self._machine = SwitchMachine()
+        self._meter = Meter()
+        floor = sizes.row_bytes * config.num_ranks
+        self._budget = Budget(config.migration_bytes, floor, MAX_BUDGET_BYTES, config.migration_max_slowdown)
+        self._route: deque[Goal] = deque()
+        self._goal: Goal | None = None
+        self._record: Record | None = None
+        self._attempt = 0
+        self._deadline = 0.0
+        self._hold_until = 0.0
+        self._retargeted = False
+        self._last_work = 0  # the last plan that carries something to acknowledge
+        self._drain = 0  # the last plan that names what is to be given back
+        self._moved = np.zeros(config.max_running, np.int64)  # [slots] rows that the target has, or will have
+        self._armed = np.zeros(config.max_running, np.bool_)
+        self._weights: deque[WeightMove] = deque()
+        self._plan_moves: list[Move] = []
+        self._plan_weights: list[tuple[int, int, int, int, int]] = []
+
+    # What others ask
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
+
+    @property
+    def record(self) -> Record | None:
+        """The switch under way."""
+        return self._record
+
+    @property
+    def busy(self) -> bool:
+        """A switch is under way or waits to begin."""
+        return self.state is not State.STEADY or bool(self._route)
+
+    @property
+    def holds_admissions(self) -> bool:
+        """While room is being made nobody new is let in."""
+        return self.state is State.PREPARING
+
+    @property
+    def attempt(self) -> int:
+        """For the plan: names the switch while its target tables are in use."""
+        return self._attempt if self.state in (State.PREPARING, State.MIGRATING, State.ARMED) else 0
+
+    def target_for(self, placement: Placement) -> Placement | None:
+        """The second placement of a request that is admitted now."""
+        if self._goal is None or self.state not in (State.MIGRATING, State.ARMED):
+            return None
+        free = self._ledger.directory.free_pages()
+        return follow(placement, SPECS[self._goal.layout].placement, int(free.argmax()))
+
+    # What others tell
+
+    def request(self, goal: Goal, *, sent: int, now: float) -> None:
+        """Go there as soon as can be; a switch under way to somewhere else is aborted first.
+
+        ValueError if this deployment may not use the layout, or an owner is no rank or has nothing to own.
+        """
+        if goal.layout not in self._config.allowed_layouts:
+            allowed = ", ".join(layout.name.lower() for layout in self._config.allowed_layouts)
+            raise ValueError(f"layout: {goal.layout.name.lower()} is not one that this deployment may use: {allowed}")
+        if goal.owners and SPECS[goal.layout].placement is not PlacementKind.OWNED:
+            raise ValueError(f"owners: requests have no owner in layout {goal.layout.name.lower()}")
+        bad = [rank for rank in goal.owners.values() if not 0 <= rank < self._config.num_ranks]
+        if bad:
+            raise ValueError(f"owners: {bad[0]} is not a rank from 0 to {self._config.num_ranks - 1}")
+        bound_for = self._route[-1] if self._route else self._goal
+        if bound_for is not None and (bound_for.layout, bound_for.owners) == (goal.layout, goal.owners):
+            return
+        self._route.clear()
+        if self.state in ABORTABLE:
+            self.abort(f"replaced: {goal.why}", sent=sent, now=now)
+        if goal.layout is not self.layout or goal.owners:
+            self._route.append(goal)
+
+    def yields_room(self, rank: int) -> bool:
+        """Whether an abort would give pages of `rank` back."""
+        if self.state not in ABORTABLE:
+            return False
+        directory = self._ledger.directory
+        lowered = directory.pools[rank].limit < self._sizes.pages[SPECS[self.layout].residency][rank]
+        return lowered or directory.target_only(rank)
+
+    def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
+        """([M, 6] int32, [K, 5] int64) for the next plan's `moves` and `weights`."""
+        moves = np.array(self._plan_moves, np.int32).reshape(-1, 6)
+        weights = np.array(self._plan_weights, np.int64).reshape(-1, 5)
+        self._plan_moves, self._plan_weights = [], []
+        return moves, weights
+
+    def armed(self, slots: np.ndarray) -> np.ndarray:
+        """[R] bool for a plan's rows."""
+        return self._armed[slots]
+
+    def late_moves(self, slot: np.ndarray, start: np.ndarray, count: np.ndarray, absorbed: np.ndarray) -> np.ndarray:
+        """[M, 6] int32: new rows of armed requests, for the ranks of their targets that do not compute them.
+
+        slot, start, count, absorbed [R] of the plan's rows. Where tokens are everywhere, every rank writes its own.
+        """
+        moves: list[Move] = []
+        if SPECS[self.layout].tokens is Tokens.EVERYWHERE:
+            return np.zeros((0, 6), np.int32)
+        size, num_ranks = self._config.page_tokens, self._config.num_ranks
+        for row in np.flatnonzero(self._armed[slot]).tolist():
+            entry = self._ledger.directory[self._ledger.slots.sequence(int(slot[row])).id]
+            assert entry.target is not None and entry.target_pages is not None
+            position, end = int(start[row]), int(start[row] + count[row])
+            while position < end:
+                page, first = divmod(position, size)
+                rows = min(size - first, end - position)
+                for move in page_moves(entry.placement, entry.target, page, 1, num_ranks):
+                    if absorbed[row] and move.target == entry.placement.home:
+                        continue  # a decode token is computed at home, which writes its own copy
+                    here, there = int(entry.pages[page, move.source]), int(entry.target_pages[page, move.target])
+                    moves.append((move.source, here, move.target, there, first, rows))
+                position += rows
+        if self._record is not None:
+            num_bytes = sum(move[5] for move in moves) * self._sizes.row_bytes
+            self._record.bytes_between_ranks["new_rows"] += num_bytes
+        return np.array(moves, np.int32).reshape(-1, 6)
+
+    def opened(self, slot: int) -> None:
+        """A request was admitted. It has no rows yet, so with a second placement it is armed at once."""
+        self._moved[slot] = 0
+        self._armed[slot] = self.state in (State.MIGRATING, State.ARMED)
+
+    def abort(self, reason: str, *, sent: int, now: float) -> None:
+        """The old layout goes on, and nothing else is tried. Only before the commit."""
+        assert self._record is not None
+        self._route.clear()
+        self._machine.to(State.ABORTING, sent, now, self._record)
+        self._record.outcome = f"aborted: {reason}"
+        self._ledger.drop_targets(step=sent)
+        self._forget()
+        self._drain = sent
+
+    def completed(self, plan: Plan, result: StepResult, *, sent: int, now: float) -> None:
+        """A step's result: times for the record and the budget, and what ranks say of their copies."""
+        moved = bool(len(plan.moves) or len(plan.weights) or len(plan.late_moves))
+        self._meter.step(plan, result, moved)
+        if plan.num_tokens:
+            self._budget.observe(result.seconds, moved)
+        for rank, status in enumerate(result.statuses):
+            if not status.error:
+                continue
+            if self.state in ABORTABLE and plan.attempt == self._attempt:
+                self.abort(f"rank {rank} could not copy: {status.error}", sent=sent, now=now)
+            elif self.state is not State.ABORTING:
+                raise RuntimeError(f"rank {rank} lost cache rows in step {plan.step}: {status.error}")
+
+    # Before each plan
+
+    def advance(self, *, step: int, sent: int, completed: int, now: float) -> None:
+        """Go as far as can be gone now, and collect what plan `step` shall move before its rows run."""
+        self._plan_moves, self._plan_weights = [], []
+        if self.state in ABORTABLE and now > self._deadline:
+            self.abort(f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
+        if self.state in (State.RETIRING, State.ABORTING) and completed >= self._drain:
+            self._settle(sent, now)
+        if self.state is State.STEADY and self._route:
+            self._begin(self._route.popleft(), sent, now)
+        if self.state is State.PREPARING:
+            self._prepare(step, sent, now)
+        if self.state is State.MIGRATING:
+            self._migrate(step, sent, now)
+        if self.state is State.ARMED and completed >= self._last_work:
+            self._commit(sent, now)
+
+    def _begin(self, goal: Goal, sent: int, now: float) -> None:
+        """Start towards `goal`, by way of DOP where the heads that come in need room that replicas take."""
+        here, there = SPECS[self.layout], SPECS[goal.layout]
+        narrow = there.residency is Residency.FULL and here.placement is PlacementKind.REPLICATED
+        if narrow and Layout.DOP in self._config.allowed_layouts:
+            used = self._ledger.directory.live_pages() + reserve(self._ledger.running_at)
+            if (used > np.array(self._sizes.pages[Residency.FULL])).any():
+                self._route.appendleft(goal)
+                goal = Goal(layout=Layout.DOP, why=f"{goal.why} (first make room for all heads)")
+                there = SPECS[goal.layout]
+        self._goal = goal
+        self._attempt += 1
+        self._deadline = now + self._config.switch_deadline_s
+        self._hold_until = now + self._config.switch_hold_s
+        name = goal.layout.name.lower()
+        self._record = Record(source=self.layout.name.lower(), target=name, why=goal.why, begin_step=sent)
+        self.records.append(self._record)
+        self._meter.begin()
+        self._budget.begin()
+        self._machine.to(State.PREPARING, sent, now, self._record)
+        self._set_limits(there.residency if there.residency is Residency.FULL else here.residency)
+
+    def _prepare(self, step: int, sent: int, now: float) -> None:
+        """Second placements for all, and nothing left where the other ranks' heads will be."""
+        assert self._goal is not None and self._record is not None
+        directory = self._ledger.directory
+        if not self._retargeted:
+            targets = self._targets()
+            need = np.zeros(self._config.num_ranks, np.int64)
+            for slot, target in targets:
+                entry = directory[self._ledger.slots.sequence(slot).id]
+                need += directory.needed_by(entry.placement, target, 0, entry.num_pages)
+            live = directory.live_pages()
+            tighter = (need > live) | (directory.limits() < self._sizes.pages[SPECS[self.layout].residency])
+            lacking = need + np.where(tighter, reserve(self._ledger.running_at), 0) - directory.limits()
+            if (lacking > 0).any():
+                if now >= self._hold_until:
+                    rank = int(lacking.argmax())
+                    self.abort(f"no room: rank {rank} lacks {lacking[rank]} pages", sent=sent, now=now)
+                return
+            if (need - live > directory.free_pages()).any():
+                return  # pages that are leaving are in the way
+            for slot, target in targets:
+                self._ledger.retarget(slot, target)
+                self._last_work = step  # ranks have to know the target tables before they are switched to
+            self._retargeted = True
+        pages = max(1, self._budget.bytes_per_step // self._sizes.page_bytes)
+        for rank, above in enumerate(directory.live_above().tolist()):
+            moved = self._ledger.compact(rank, directory.pools[rank].limit, pages, step=step) if above else 0
+            self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
+        if not directory.top_held().any():
+            residency = SPECS[self.layout].residency
+            self._weights = deque(weight_moves(residency, SPECS[self._goal.layout].residency, self._sizes))
+            live = self._ledger.live()
+            self._record.rows_to_move = int(self._ledger.slots.computed[live].sum())
+            self._machine.to(State.MIGRATING, sent, now, self._record)
+
+    def _targets(self) -> list[tuple[int, Placement]]:
+        """(slot, second placement) of every running request."""
+        assert self._goal is not None
+        slots, holdings = self._ledger.live().tolist(), []
+        for slot in slots:
+            sequence = self._ledger.slots.sequence(slot)
+            entry = self._ledger.directory[sequence.id]
+            final = num_pages(sequence.limit, self._config.page_tokens)
+            holdings.append(Holding(sequence.id, entry.placement, entry.num_pages, final))
+        limits = self._ledger.directory.limits()
+        kind = SPECS[self._goal.layout].placement
+        return list(zip(slots, choose_targets(kind, holdings, limits, self._goal.owners), strict=True))
+
+    def _migrate(self, step: int, sent: int, now: float) -> None:
+        """As much as the budget allows: rows of one request after the other, then heads."""
+        assert self._record is not None
+        allowance = Allowance(self._budget.bytes_per_step, self._config.num_ranks)
+        slots = self._ledger.live()
+        for slot in slots[~self._armed[slots]].tolist():
+            self._move_rows(slot, allowance)
+        for _ in range(len(self._weights)):
+            if allowance.spent:
+                break
+            self._move_weights(self._weights.popleft(), allowance)
+        if self._plan_moves or self._plan_weights:
+            self._last_work = step
+        if not self._weights and self._armed[slots].all():
+            self._last_work = max(self._last_work, sent)
+            self._machine.to(State.ARMED, sent, now, self._record)
+
+    def _move_rows(self, slot: int, allowance: Allowance) -> None:
+        """Rows of one request, page by page, from where the last step left off; armed when none is left."""
+        assert self._record is not None
+        size, unit = self._config.page_tokens, self._sizes.row_bytes
+        entry = self._ledger.directory[self._ledger.slots.sequence(slot).id]
+        assert entry.target is not None and entry.target_pages is not None
+        rows, computed = int(self._moved[slot]), int(self._ledger.slots.computed[slot])
+        while rows < computed:
+            page, first = divmod(rows, size)
+            count = min(size - first, computed - rows)
+            moves = page_moves(entry.placement, entry.target, page, 1, self._config.num_ranks)
+            if moves:
+                source, targets = moves[0].source, [move.target for move in moves]
+                count = min(count, allowance.room(source, targets, unit))
+                if count <= 0:
+                    break
+                allowance.spend(source, targets, count * unit)
+                here = int(entry.pages[page, source])
+                for target in targets:
+                    there = int(entry.target_pages[page, target])
+                    self._plan_moves.append((source, here, target, there, first, count))
+                self._record.bytes_between_ranks["pages"] += count * unit * len(targets)
+            rows += count
+        self._record.rows_moved += rows - int(self._moved[slot])
+        self._moved[slot] = rows
+        self._armed[slot] = rows == computed
+
+    def _move_weights(self, move: WeightMove, allowance: Allowance) -> None:
+        """The first part of `move` that the budget allows; the rest goes back to wait."""
+        assert self._record is not None
+        room = allowance.room(move.source, [move.target], self._sizes.itemsize)
+        count = min(move.end - move.begin, room)
+        if count > 0:
+            num_bytes = count * self._sizes.itemsize
+            allowance.spend(move.source, [move.target], num_bytes)
+            self._plan_weights.append((move.source, move.target, move.tensor, move.begin, move.begin + count))
+            self._record.bytes_between_ranks["weights"] += num_bytes
+        if move.begin + count < move.end:
+            rest = WeightMove(move.source, move.target, move.tensor, move.begin + count, move.end)
+            self._weights.append(rest)
+
+    def _commit(self, sent: int, now: float) -> None:
+        """The next plan is the first of the new layout."""
+        assert self._goal is not None and self._record is not None
+        self._ledger.commit_targets(step=sent)
+        self._machine.to(State.RETIRING, sent, now, self._record)
+        self.layout = self._goal.layout
+        self.epoch += 1
+        self._record.outcome = "committed"
+        self._meter.commit(sent + 1, self._record)
+        self._forget()
+        self._drain = sent
+
+    def _settle(self, sent: int, now: float) -> None:
+        """Nothing names the old state any more: the arena has the bounds of the layout that serves."""
+        assert self._record is not None
+        self._set_limits(SPECS[self.layout].residency)
+        self._record.slowdown = self._meter.slowdown()
+        self._machine.to(State.STEADY, sent, now, self._record)
+        self._record = None
+
+    def _forget(self) -> None:
+        self._goal = None
+        self._retargeted = False
+        self._weights.clear()
+        self._armed[:] = False
+        self._moved[:] = 0
+        self._plan_moves, self._plan_weights = [], []
+
+    def _set_limits(self, residency: Residency) -> None:
+        pools = self._ledger.directory.pools
+        for pool, limit in zip(pools, self._sizes.pages[residency], strict=True):
+            pool.set_limit(limit)
