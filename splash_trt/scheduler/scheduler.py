@@ -122,6 +122,7 @@ class Scheduler:
         self._prefills(rows)
         self._admissions(rows)
         if rows.num_tokens == 0 and not self._moves:
+            self._reclaim()  # with nothing in flight, no result will come to give back what was preempted just now
             return None
         self._step += 1
         plan = rows.plan(
