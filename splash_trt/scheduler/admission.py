@@ -16,8 +16,9 @@ def place(
 ) -> Placement | None:
     """The placement for a request of num_pages now and final_pages at its longest, or None while there is no room.
 
-    running_at [N]: running requests by home. OWNED takes the rank with the most free pages, STRIPED the home with the
-    fewest requests; ties go to the lower rank.
+    running_at [N]: running requests by home. OWNED takes the rank with the largest share of its pages free (the most
+    free pages would send every request to the rank that has some more of them), STRIPED the home with the fewest
+    requests; ties go to the lower rank.
     """
     num_ranks = directory.num_ranks
     limits = np.array([pool.limit for pool in directory.pools])
@@ -33,7 +34,7 @@ def place(
 
     homes = [0]
     if kind is PlacementKind.OWNED:
-        homes = np.argsort(-room, kind="stable").tolist()
+        homes = np.argsort(-room / np.maximum(limits, 1), kind="stable").tolist()
     elif kind is PlacementKind.STRIPED:
         homes = np.argsort(running_at, kind="stable").tolist()
     home = next((h for h in homes if fits(h)), None)
