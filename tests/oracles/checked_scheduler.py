@@ -92,6 +92,7 @@ class CheckedScheduler:
 
     def cancel(self, name: str) -> None:
         delta = self.scheduler.cancel(name)
+        self._decoding = {seed for seed in self._decoding if self._requests[seed].id != name}
         if delta is not None:
             self.outputs.take([delta])
 
