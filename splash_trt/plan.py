@@ -74,7 +74,7 @@ class Plan:
     armed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[R] bool: the row's new cache rows are also written wherever its target table wants them."""
     target_tables: np.ndarray = field(default_factory=lambda: _ints(0, 4))
-    """[C, 4] int32: like `tables`, for where the cache will be after the switch; at the next epoch they are `tables`."""
+    """[C, 4] int32: like `tables`, for where the cache will be; the next epoch begins with these."""
     late_moves: np.ndarray = field(default_factory=lambda: _ints(0, 6))
     """[M, 6] int32: like `moves`, after the rows have run: new rows for ranks that did not compute them."""
     weights: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))

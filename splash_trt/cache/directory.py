@@ -123,7 +123,7 @@ class Directory:
 
     def top_held(self) -> np.ndarray:
         """[N] int64: pages held or leaving at or above their pool's limit."""
-        return np.array([pool.num_above for pool in self.pools])
+        return np.array([len(pool.held_from(pool.limit)) for pool in self.pools])
 
     def needed(self, request_id: str, count: int) -> np.ndarray:
         """[N] int64: pages that `count` further pages of a request take on each rank, under both its placements."""

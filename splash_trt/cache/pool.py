@@ -29,10 +29,9 @@ class PagePool:
     def num_held(self) -> int:
         return len(self._held)
 
-    @property
-    def num_above(self) -> int:
-        """Held pages at or above the limit."""
-        return sum(page >= self._limit for page in self._held)
+    def held_from(self, page: int) -> list[int]:
+        """Held pages with ids at or above `page`, ascending."""
+        return sorted(p for p in self._held if p >= page)
 
     def allocate(self, count: int) -> list[int]:
         """The `count` lowest free pages; the caller has checked num_free."""

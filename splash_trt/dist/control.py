@@ -64,7 +64,7 @@ class Control(ABC):
 
         `error` is what went wrong here, such as "ValueError: page_tokens: …". If any rank gives one, all ranks raise
         RankFailure naming the first such rank and its error, without waiting for ranks that have not called yet. All
-        ranks call it once, at the end of their start-up.
+        ranks call it once, at the end of their start-up; from then on they may idle as long as they like.
         """
 
     def progress(self) -> None:

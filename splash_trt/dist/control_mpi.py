@@ -78,7 +78,7 @@ class MpiControl(Control):
         MPI.Request.Waitall(sends)
         if error is not None:
             raise RankFailure(self.rank, f"start-up failed on rank {self.rank}: {error}")
-        self._watch.leave()
+        self._watch.end_step()
 
     def _await_statuses(self, missing: set[int]) -> None:
         end = time.monotonic() + self._startup_deadline_s

@@ -68,9 +68,9 @@ class ThreadControl(Control):
             lambda: len(outcomes) == self.size or any(outcomes.values()),
             lambda: [rank for rank in range(self.size) if rank not in outcomes],
         )
-        self._watch.enter(Phase.CONTROL)
+        self._watch.idle()
         self._baton.wait(self.rank, wait)
-        self._watch.leave()
         for rank, outcome in sorted(outcomes.items()):
             if outcome is not None:
                 raise RankFailure(rank, f"start-up failed on rank {rank}: {outcome}")
+        self._watch.end_step()

@@ -3,7 +3,7 @@
 A thread beside the rank's own looks at the board a few times a second. It never calls MPI: a rank that hangs, hangs
 there. It ends the process when
 - the rank has been inside a step, a collective or its start-up for longer than the deadline,
-- another rank of this node gives no sign of life for that long (it is stopped, or its process is gone),
+- another rank of this node gives no sign of life for that long while this one idles: it is stopped,
 - SIGTERM arrives, which mpirun sends to the others when a rank has died,
 - the parent process is gone: mpirun was killed, which ranks can survive.
 The end is os._exit, upon which mpirun ends the other ranks.
@@ -11,6 +11,7 @@ The end is os._exit, upon which mpirun ends the other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -75,16 +76,19 @@ class Watchdog:
 
     def _check(self, now: int, awake_since: int) -> None:
         if os.getppid() != self._parent:
+            _remove_segments()
             self._end(f"mpirun (pid {self._parent}) is gone, in {self._doing()}", EXIT_STUCK)
-        rows = self._watch.board.read()
         own = self._watch.row()
-        stuck_ns = now - max(own.since_ns, awake_since)
-        if own.phase not in _WAITS_FOR_EVER and stuck_ns > self._deadline(own):
-            self._end(f"no progress for {stuck_ns / 1e9:.1f} s in {self._doing()}; {self._suspect()}", EXIT_STUCK)
-        for row in rows:
+        if own.phase not in _WAITS_FOR_EVER:
+            stuck_ns = now - max(own.since_ns, awake_since)
+            if stuck_ns > self._deadline(own):
+                self._end(f"no progress for {stuck_ns / 1e9:.1f} s in {self._doing()}; {self._suspect()}", EXIT_STUCK)
+            return
+        for row in self._watch.board.read():
             silent_ns = now - max(row.beat_ns, awake_since)
             if row.beat_ns and row.rank != own.rank and silent_ns > self._deadline(row):
-                self._end(f"in {self._doing()}; {describe(row, now)}", EXIT_STUCK)
+                silence = f"rank {row.rank} has given no sign of life for {silent_ns / 1e9:.1f} s ({row.place})"
+                self._end(f"in {self._doing()}; {silence}", EXIT_STUCK)
 
     def _deadline(self, row: Row) -> int:
         return self._startup_deadline_ns if row.phase is Phase.STARTING else self._deadline_ns
@@ -128,6 +132,15 @@ def describe(row: Row, now_ns: int) -> str:
     silent_s = (now_ns - row.beat_ns) / 1e9
     silence = f", no sign of life for {silent_s:.1f} s" if row.beat_ns and silent_s > 2 else ""
     return f"rank {row.rank} is behind ({row.place}{silence})"
+
+
+def _remove_segments() -> None:
+    """Removes the files through which Open MPI's ranks share memory; otherwise mpirun does that."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "/sm_segment." in line or "/vader_segment." in line}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # each rank has mapped those of all
+            os.unlink(path)
 
 
 def _exists(pid: int) -> bool:

@@ -140,11 +140,13 @@ def capacity(model: ModelConfig, config: EngineConfig, layout: Layout) -> Capaci
         sizes = memory_map(model, config, rank)
         count = sizes.num_pages(spec.residency)
         if count < 1:
-            weights = sizes.own_bytes + (sizes.others_bytes if spec.residency is Residency.FULL else 0)
-            need = sizes.workspace_bytes + weights + sizes.page_bytes
+            full = spec.residency is Residency.FULL
+            weights = sizes.own_bytes + (sizes.others_bytes if full else 0)
+            page = align(sizes.page_bytes) if full else sizes.page_bytes  # `others` begins aligned
+            need = sizes.workspace_bytes + weights + page
             raise ValueError(
                 f"memory_bytes: {config.memory_bytes} is too small for layout {layout.name.lower()} on rank {rank}: "
-                f"workspace {sizes.workspace_bytes} + weights {weights} + one page {sizes.page_bytes} need {need}, "
+                f"workspace {sizes.workspace_bytes} + weights {weights} + one page {page} need {need}, "
                 f"{need - config.memory_bytes} more"
             )
         pages.append(count)

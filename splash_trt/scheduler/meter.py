@@ -42,8 +42,8 @@ class Meter:
         times = self._plain.setdefault((int(plan.layout), plan.num_tokens.bit_length()), deque(maxlen=KEPT))
         if not moved:
             times.append(result.seconds)
-        elif times:
-            self._ratios.append(result.seconds / median(times))
+        elif times and (plain := median(times)) > 0:
+            self._ratios.append(result.seconds / plain)
 
     def slowdown(self) -> float | None:
         """Median over this switch's moving steps of time / median time of like steps, less 1; None if unknown."""

@@ -156,6 +156,7 @@ class Scheduler:
         plan = rows.plan(self._step + 1, changes, self.switcher)
         if plan.is_empty:
             self._ledger.keep_changes(changes)
+            self._reclaim()  # with nothing in flight, no result will come to give back what was preempted just now
             return None
         self._step += 1
         sequences = [self._slots.sequence(slot) for slot in plan.slot.tolist()]

@@ -16,8 +16,10 @@ conftest.py (`mpi2`, `mpi4`), which starts its world when it is first used:
 
 Arguments and results are what msgpack can carry; results come as a list in rank order. A case that raises on any rank
 fails the test with the tracebacks of all ranks that raised; the world is then started anew for the next case, since
-ranks may be out of step. A case's module must not import mpi4py.MPI at its top, not even through others: that would
-make a rank of the test process (and leave files in /dev/shm). Tests that need ranks live under tests/mpi, so that all of them share the two worlds.
+ranks may be out of step. Tests that need ranks live under tests/mpi, so that all of them share the two worlds.
+
+A case's module must not import mpi4py.MPI at its top, not even through others: that would make a rank of the test
+process (and leave files in /dev/shm).
 
 Ranks run this file as a program. Each talks to the test process over a Unix socket of its own, so that a rank that is
 stuck in MPI keeps nobody from hearing the others.
@@ -39,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from splash_trt import environment
 from splash_trt.dist.world import World

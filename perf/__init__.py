@@ -1,0 +1,1 @@
+"""Benchmarks. Run from the repository's root: `python -m perf.<area>.<name>`; see perf/README.md."""

@@ -1,0 +1,1 @@
+"""Times of one step: per layout, number of ranks, batch and context."""

@@ -1,0 +1,174 @@
+"""One rank's program of the step benchmark; step_time.py starts it, under mpirun or, for one rank, alone.
+
+Arguments: a JSON file with Settings, and the file to which rank 0 writes its Findings.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from perf.engines.bench import Bench, bench_config
+from perf.harness import Row, interleave, ratio, summary
+from splash_trt import environment
+from splash_trt.config import Layout
+from splash_trt.dist.world import ThreadWorld, World
+from splash_trt.launch import run_under_mpi
+from splash_trt.models.families import load_config
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CHECK_PROMPTS = (1, 5, 33, 64, 130, 200)  # tokens
+CHECK_TOKENS = 12
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    ranks: int
+    model: str
+    """A folder of perf/configs."""
+    layouts: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    max_cache_tokens: int
+    """Cells of more tokens in all are left out."""
+    rounds: int
+    steps: int
+    """In each round, of each layout; fewer where they take long (round_s)."""
+    warmup_steps: int
+    round_s: float
+    """A cell's rounds get shorter when a layout's steps would take longer than this, down to two steps."""
+    prompt: int
+    """Tokens of the prefill measurement's prompt."""
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    decode: list[Row]
+    prefill: list[Row]
+    tokens: dict[str, list[list[int]]]
+    """Per layout, the greedy continuations that the check compares."""
+
+
+def measure(world: World, settings: Settings) -> Findings:
+    """On every rank; the findings are rank 0's."""
+    torch.set_num_threads(1)
+    layouts = [Layout.parse(name) for name in settings.layouts]
+    tokens = _check(world, layouts)
+    decode: list[Row] = []
+    prefill: list[Row] = []
+    for dtype in settings.dtypes:
+        begin = time.monotonic()
+        model = load_config(CONFIGS / settings.model)
+        config = bench_config(
+            model,
+            num_ranks=world.size,
+            dtype=dtype,
+            cache_tokens=settings.max_cache_tokens,
+            max_running=max(settings.batches),
+        )
+        bench = Bench(world, CONFIGS / settings.model, config)
+        if world.rank:
+            bench.follow()
+            continue
+        _say(f"N={world.size} {dtype}: weights made in {time.monotonic() - begin:.0f} s")
+        for context in settings.contexts:
+            for batch in settings.batches:
+                if batch * context <= settings.max_cache_tokens:
+                    decode += _decode_cell(bench, layouts, batch, context, settings)
+        prefill += _prefill_cell(bench, layouts, settings)
+        bench.release()
+    return Findings(decode=decode, prefill=prefill, tokens=tokens)
+
+
+def _check(world: World, layouts: list[Layout]) -> dict[str, list[list[int]]]:
+    """Greedy continuations in float64 of a tiny model, per layout; on rank 0."""
+    model = load_config(CONFIGS / "tiny")
+    config = bench_config(
+        model, num_ranks=world.size, dtype="float64", cache_tokens=4096, max_batch_tokens=96, page_tokens=16
+    )
+    bench = Bench(world, CONFIGS / "tiny", config)
+    if world.rank:
+        bench.follow()
+        return {}
+    prompts = [[(7 * n + 13 * i) % model.vocab_size for i in range(n)] for n in CHECK_PROMPTS]
+    tokens = {layout.name.lower(): bench.greedy(layout, prompts, CHECK_TOKENS) for layout in layouts}
+    bench.release()
+    return tokens
+
+
+def _decode_cell(bench: Bench, layouts: list[Layout], batch: int, context: int, settings: Settings) -> list[Row]:
+    first = {layout: bench.decode(layout, batch=batch, context=context, steps=1, warmup=1) for layout in layouts}
+    steps = max(2, min(settings.steps, int(settings.round_s / max(times[0] for times in first.values()))))
+
+    def sample(layout: Layout) -> list[float]:
+        return bench.decode(layout, batch=batch, context=context, steps=steps, warmup=settings.warmup_steps)
+
+    variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
+    rounds = interleave(variants, warmup=0, repeats=settings.rounds)
+    rows = _rows(bench, rounds, batch, {"context": context, "batch": batch})
+    _say(_line(rows, f"context {context:5d} batch {batch:3d}"))
+    return rows
+
+
+def _prefill_cell(bench: Bench, layouts: list[Layout], settings: Settings) -> list[Row]:
+    def sample(layout: Layout) -> list[float]:
+        return bench.prefill(layout, settings.prompt)
+
+    for layout in layouts:
+        bench.prefill(layout, 64)
+    variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
+    rounds = interleave(variants, warmup=0, repeats=settings.rounds)
+    rows = _rows(bench, rounds, settings.prompt, {"prompt": settings.prompt})
+    _say(_line(rows, f"prompt {settings.prompt}"))
+    return rows
+
+
+def _rows(bench: Bench, rounds: dict[str, list[list[float]]], tokens: int, cell: Row) -> list[Row]:
+    """One row per layout; `tokens` go through each sample."""
+    base = next(iter(rounds))
+    rows: list[Row] = []
+    for layout, samples in rounds.items():
+        found = summary(samples)
+        rows.append(
+            {
+                "dtype": bench.config.dtype,
+                "ranks": bench.config.num_ranks,
+                **cell,
+                "layout": layout,
+                **{name: round(value, 4) for name, value in found.items()},
+                "tokens_per_s": round(tokens / found["median_ms"] * 1e3, 1),
+                f"ratio_to_{base}": round(ratio(samples, rounds[base]), 4),
+            }
+        )
+    return rows
+
+
+def _line(rows: list[Row], cell: str) -> str:
+    return f"  {cell}: " + ", ".join(f"{row['layout']} {row['median_ms']:.1f} ms" for row in rows)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    settings = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Settings)
+    out = Path(arguments[1])
+
+    def program(world: World) -> int:
+        findings = measure(world, settings)
+        if world.rank == 0:
+            out.write_bytes(msgspec.json.encode(findings))
+        return 0
+
+    if environment.under_mpirun():
+        run_under_mpi(program)
+    ThreadWorld(settings.ranks, 300.0).run(program)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Times of a decode step and of a long prompt under each layout: `python -m perf.engines.step_time --help`.
+
+Starts mpirun for each number of ranks (one rank runs alone, without MPI), prints a table, and writes
+perf/results/engines/{step_time,prefill}.json with their reports. All layouts run interleaved in one process run, so
+their ratios hold even on a machine that others use; the plain times hold for what the machine was doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from perf import harness, report
+from perf.engines.step_ranks import CHECK_PROMPTS, CHECK_TOKENS, CONFIGS, Findings, Settings
+from splash_trt import environment
+from splash_trt.launch import mpirun_command
+
+DECODE = harness.View(
+    x="batch", y="median_ms", series="layout", panels=("dtype", "ranks", "context"), ratio="ratio_to_tp"
+)
+PREFILL = harness.View(x="prompt", y="median_ms", series="layout", panels=("dtype", "ranks"), ratio="ratio_to_tp")
+TIME_LIMIT_S = 1800.0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.engines.step_time")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--model", default="small", help="a folder of perf/configs")
+    parser.add_argument("--layouts", nargs="+", default=["tp", "dp", "cp", "dop"], help="the first must be tp")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--max-cache-tokens", type=int, default=16384, help="larger cells are left out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup-steps", type=int, default=1)
+    parser.add_argument("--round-s", type=float, default=0.25)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS)
+    return parser.parse_args(arguments)
+
+
+def settings_of(options: argparse.Namespace, ranks: int) -> Settings:
+    """One rank has no layouts: the four are the same there."""
+    layouts = options.layouts if ranks > 1 else options.layouts[:1]
+    values = {name: getattr(options, name) for name in Settings.__struct_fields__ if name not in ("ranks", "layouts")}
+    return msgspec.convert({**values, "ranks": ranks, "layouts": layouts}, Settings)
+
+
+def measure(settings: Settings) -> Findings:
+    """Run the ranks and wait. Raises CalledProcessError when they fail; why is on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder) / "settings.json", Path(folder) / "findings.json"
+        given.write_bytes(msgspec.json.encode(settings))
+        argv = [sys.executable, "-m", "perf.engines.step_ranks", str(given), str(found)]
+        if settings.ranks > 1:
+            argv = mpirun_command(settings.ranks, argv)
+        env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(argv, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
+        return msgspec.json.decode(found.read_bytes(), type=Findings)
+
+
+def same_tokens(findings: Sequence[Findings]) -> str:
+    """All layouts at all numbers of ranks continued alike; AssertionError names the first that did not."""
+    all_tokens = [(f.decode[0]["ranks"], layout, t) for f in findings for layout, t in f.tokens.items()]
+    ranks, layout, expected = all_tokens[0]
+    for other_ranks, other, tokens in all_tokens[1:]:
+        assert tokens == expected, f"{other} on {other_ranks} ranks differs from {layout} on {ranks}"
+    names = ", ".join(f"{layout} on {n}" for n, layout, _ in all_tokens)
+    return f"the same {sum(map(len, expected))} tokens from {names} ranks"
+
+
+def result_of(
+    name: str, view: harness.View, title: str, rows: list[harness.Row], check: harness.Check, p: harness.Provenance
+) -> harness.Result:
+    return harness.Result(
+        schema=harness.SCHEMA_VERSION,
+        area="engines",
+        name=name,
+        title=title,
+        provenance=p,
+        check=check,
+        view=view,
+        rows=rows,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    findings = [measure(settings_of(options, ranks)) for ranks in options.ranks]
+    what = f"greedy tokens in float64, {len(CHECK_PROMPTS)} prompts, {CHECK_TOKENS} tokens each, tiny model"
+    check = harness.checked(what, lambda: same_tokens(findings))
+    config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
+    config["model_config"] = msgspec.json.decode((CONFIGS / options.model / "config.json").read_bytes())
+    p = harness.provenance(config, "perf.engines.step_time", arguments, options.remark)
+    decode = [row for f in findings for row in f.decode]
+    prefill = [row for f in findings for row in f.prefill]
+    for result in (
+        result_of("step_time", DECODE, "Decode step per layout, CPU ranks", decode, check, p),
+        result_of("prefill", PREFILL, "One long prompt to its first token, CPU ranks", prefill, check, p),
+    ):
+        path = harness.write(result, options.results)
+        report.write_report(path)
+        print(report.markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

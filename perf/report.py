@@ -1,0 +1,105 @@
+"""Turns results into a markdown table and a plot beside them: `python -m perf.report [file …]`, all of them by default.
+
+The plot needs the [perf] extra.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from perf.harness import RESULTS, Result, Row, Scalar, read
+
+
+def _values(rows: Sequence[Row], *columns: str) -> list[tuple[Scalar, ...]]:
+    """Different values of the columns together, in order of appearance."""
+    return list(dict.fromkeys(tuple(row[column] for column in columns) for row in rows))
+
+
+def _number(value: Scalar) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def markdown(result: Result) -> str:
+    """The rows with `series` side by side, and below them where they come from."""
+    view, p = result.view, result.provenance
+    index = (*view.panels, view.x)
+    series = [value[0] for value in _values(result.rows, view.series)]
+    cells = {(tuple(row[c] for c in index), row[view.series]): row for row in result.rows}
+    behind = f" ({view.ratio})" if view.ratio else ""
+    lines = [f"# {result.title}", "", f"Each cell: {view.y}{behind}.", ""]
+    lines += ["| " + " | ".join([*index, *map(str, series)]) + " |", "|" + "---|" * (len(index) + len(series))]
+    for key in _values(result.rows, *index):
+        shown = []
+        for name in series:
+            row = cells.get((key, name))
+            ratio = row.get(view.ratio) if row is not None and view.ratio else None
+            shown.append("" if row is None else _number(row[view.y]) + (f" ({ratio:.2f})" if ratio else ""))
+        lines.append("| " + " | ".join([*map(_number, key), *shown]) + " |")
+    h, s = p.hardware, p.software
+    gpus = "; ".join(h.gpus) or "none"
+    lines += [
+        "",
+        f"- Check: {result.check.what}: {'passed' if result.check.passed else 'FAILED'}, {result.check.detail}.",
+        f"- Machine: {h.cores} cores, {h.cpu}, {h.memory_gib} GiB; GPUs: {gpus}.",
+        f"- {s.system}, Python {s.python}, torch {s.torch}, numpy {s.numpy}, mpi4py {s.mpi4py}, {s.mpi or 'no MPI'}.",
+        f"- Commit {p.commit.id[:12]}{', with changes not committed' if p.commit.dirty else ''}; {p.date_utc}.",
+        f"- Repeat: `{p.command}`",
+        f"- {p.remark}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def plot(result: Result, path: Path, columns: int = 3) -> None:
+    """One panel per value of view.panels, one line per value of view.series; both axes logarithmic."""
+    view = result.view
+    panels = _values(result.rows, *view.panels)
+    height = -(-len(panels) // columns)
+    figure = Figure(figsize=(4 * columns, 2.8 * height), layout="constrained")
+    axes: list[Axes] = figure.subplots(height, columns, squeeze=False).flatten().tolist()
+    for axis, panel in zip(axes, panels, strict=False):
+        rows = [row for row in result.rows if tuple(row[c] for c in view.panels) == panel]
+        for (name,) in _values(rows, view.series):
+            line = [row for row in rows if row[view.series] == name]
+            x, y = ([float(row[column] or 0) for row in line] for column in (view.x, view.y))
+            axis.plot(x, y, marker="o", ms=3, label=str(name))
+        axis.set(xscale="log", yscale="log", xlabel=view.x, ylabel=view.y)
+        axis.set_title(", ".join(f"{c} {v}" for c, v in zip(view.panels, panel, strict=True)), fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    figure.suptitle(result.title)
+    figure.savefig(path, dpi=80, metadata={"Software": f"matplotlib {matplotlib.__version__}"})
+
+
+def write_report(path: Path) -> tuple[Path, Path]:
+    """The .md and .png beside a result's .json; ValueError if the result is refused."""
+    result = read(path)
+    table, picture = path.with_suffix(".md"), path.with_suffix(".png")
+    table.write_text(markdown(result) + f"\n![{result.title}]({picture.name})\n", encoding="utf-8")
+    plot(result, picture)
+    return table, picture
+
+
+def main(arguments: Sequence[str]) -> int:
+    code = 0
+    for path in [Path(a) for a in arguments] or sorted(RESULTS.glob("*/*.json")):
+        try:
+            print(*write_report(path), sep="\n")
+        except ValueError as error:
+            print(f"refused: {error}", file=sys.stderr)
+            code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

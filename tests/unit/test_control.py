@@ -1,0 +1,330 @@
+"""The control channel between threads, the board and what the watchdog makes of it, and mpirun's command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from splash_trt import environment, launch
+from splash_trt.dist.board import ROW_BYTES, Board, Phase, Row, Watch
+from splash_trt.dist.collectives import RankFailure
+from splash_trt.dist.control import Kind, Message
+from splash_trt.dist.watchdog import Watchdog, describe, suspect
+from splash_trt.dist.world import ThreadWorld, World
+from tests.mpi import control_cases
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+class TestThreadControl:
+    def test_messages_arrive_in_order_on_all_ranks(self, size: int) -> None:
+        for received in ThreadWorld(size).run(control_cases.send_and_receive)[1:]:
+            assert received == control_cases.SENT
+
+    def test_broadcast(self, size: int) -> None:
+        value = {"outputs": [[1, 2, 3], []], "text": "ü", "mass": 0.5}
+        got = ThreadWorld(size).run(lambda world: world.control.broadcast(value if world.rank == 0 else None))
+        assert got == [value] * size
+
+    def test_agree_when_all_are_well(self, size: int) -> None:
+        world = ThreadWorld(size)
+        world.run(lambda world: world.control.agree(None))
+        assert {row.phase for row in world.board.read()} == {Phase.IDLE}
+
+    def test_agree_names_the_failing_rank_everywhere(self, size: int) -> None:
+        last = size - 1
+        outcomes = ThreadWorld(size).outcomes(
+            lambda world: world.control.agree("ValueError: planted" if world.rank == last else None)
+        )
+        for outcome in outcomes:
+            assert isinstance(outcome.error, RankFailure) and outcome.error.rank == last
+            assert f"start-up failed on rank {last}: ValueError: planted" in str(outcome.error)
+
+
+class TestThreadControlFailures:
+    def test_agree_does_not_wait_for_ranks_that_still_load(self) -> None:
+        order: list[str] = []
+
+        def program(world: World) -> None:
+            if world.rank == 2:
+                world.collectives.all_reduce(torch.ones(1))  # never comes about
+            try:
+                world.control.agree("OSError: no such file" if world.rank == 0 else None)
+            except RankFailure:
+                order.append(f"rank {world.rank} knows")
+                raise
+
+        ThreadWorld(3, deadline_s=30).outcomes(program)
+        assert "rank 0 knows" in order
+
+    def test_a_rank_that_takes_no_messages_is_named(self) -> None:
+        def program(world: World) -> None:
+            if world.rank == 0:
+                for _ in range(20):
+                    world.control.send(Kind.PLAN, b"x")
+            elif world.rank == 1:
+                time.sleep(1.0)
+            else:
+                while True:
+                    world.control.receive()
+
+        outcomes = ThreadWorld(3, deadline_s=0.2).outcomes(program)
+        error = outcomes[0].error
+        assert isinstance(error, RankFailure) and error.rank == 1 and "send" in str(error)
+
+    def test_an_idle_wait_has_no_deadline(self) -> None:
+        def program(world: World) -> Message | None:
+            if world.rank == 1:
+                return world.control.receive()
+            time.sleep(0.5)
+            world.control.send(Kind.STOP)
+            return None
+
+        assert ThreadWorld(2, deadline_s=0.1).run(program)[1] == Message(Kind.STOP, b"")
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_an_idle_wait_ends_when_rank_0_is_gone(self, fails: bool) -> None:
+        def program(world: World) -> None:
+            if world.rank == 0:
+                if fails:
+                    raise KeyError("planted")
+                return
+            world.control.receive()
+
+        outcomes = ThreadWorld(3, deadline_s=30).outcomes(program)
+        for rank in (1, 2):
+            error = outcomes[rank].error
+            assert isinstance(error, RankFailure) and error.rank == 0
+
+    def test_the_calling_thread_can_be_rank_0(self) -> None:
+        seen: list[list[object]] = [[], []]
+
+        def follow(world: World) -> None:
+            while (message := world.control.receive()).kind is not Kind.STOP:
+                seen[world.rank - 1].append(message.value)
+                world.collectives.all_reduce(torch.ones(1))
+
+        threads = ThreadWorld(3)
+        world = threads.start(follow)
+        for value in range(4):
+            world.control.send_object(value)
+            assert float(world.collectives.all_reduce(torch.ones(1))) == 3
+        world.control.send(Kind.STOP)
+        threads.join()
+        assert seen == [[0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+class TestBoard:
+    def test_a_watch_writes_its_own_row_only(self) -> None:
+        board = Board(memoryview(bytearray(3 * ROW_BYTES)), [4, 5, 6])
+        untouched = bytes(board.cells(4)), bytes(board.cells(6))
+        watch = Watch(board, 5)
+        watch.begin_step(17)
+        watch.layer(3)
+        watch.enter(Phase.ALL_GATHER)
+        assert (bytes(board.cells(4)), bytes(board.cells(6))) == untouched
+        row = board.read()[1]
+        assert (row.rank, row.pid, row.step, row.counter) == (5, os.getpid(), 17, 1)
+        assert row.place == "step 17, all_gather, layer 3"
+        watch.leave()
+        assert watch.row().phase is Phase.COMPUTING
+        watch.end_step()
+        assert watch.row().place == "step 17, idle"
+
+    def test_messages_are_not_counted_as_collectives(self) -> None:
+        watch = Watch(Board.local(1), 0)
+        watch.enter(Phase.CONTROL)
+        watch.leave()
+        assert watch.row().counter == 0 and watch.row().phase is Phase.STARTING
+
+    def test_collectives_report_to_it(self) -> None:
+        threads = ThreadWorld(2)
+        threads.run(lambda world: [world.collectives.all_reduce(torch.ones(1)) for _ in range(3)])
+        assert [row.counter for row in threads.board.read()] == [3, 3]
+
+
+SECOND = 10**9
+NOW = 100 * SECOND
+
+
+def row(rank: int, **values: object) -> Row:
+    here = Row(rank, os.getpid(), 17, 40, Phase.ALL_REDUCE, 3, NOW - SECOND, NOW)
+    return replace(here, **values)  # type: ignore[arg-type]
+
+
+class TestSuspect:
+    def test_the_rank_in_an_earlier_step(self) -> None:
+        rows = [row(0), row(1, step=16, counter=39, phase=Phase.COMPUTING, layer=-1), row(2)]
+        assert suspect(rows, 2, NOW) == "rank 1 is behind (step 16, computing)"
+
+    def test_the_rank_with_fewer_collectives(self) -> None:
+        rows = [row(0), row(1), row(2, counter=38)]
+        assert suspect(rows, 0, NOW) == "rank 2 is behind (step 17, all_reduce, layer 3)"
+
+    def test_a_rank_without_a_sign_of_life_when_all_are_equally_far(self) -> None:
+        rows = [row(0), row(1, beat_ns=NOW - 8 * SECOND)]
+        assert suspect(rows, 0, NOW) == ("rank 1 is behind (step 17, all_reduce, layer 3, no sign of life for 8.0 s)")
+
+    def test_nobody(self) -> None:
+        assert suspect([row(0), row(1)], 0, NOW) == "all ranks are equally far"
+        assert suspect([row(0)], 0, NOW) == "there are no other ranks here"
+
+    def test_the_rank_itself(self) -> None:
+        rows = [row(0), row(1, counter=39)]
+        assert suspect(rows, 1, NOW) == "this rank is behind the others (rank 0: step 17, all_reduce, layer 3)"
+
+    def test_a_rank_that_failed_or_is_gone_comes_first(self) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        behind = row(1, counter=3)
+        assert suspect([row(0), behind, row(2, phase=Phase.FAILED)], 0, NOW) == "rank 2 failed (step 17)"
+        assert suspect([row(0), behind, row(2, pid=gone.pid)], 0, NOW).startswith("rank 2's process is gone (step 17")
+
+    def test_a_rank_before_its_first_step(self) -> None:
+        assert describe(row(1, step=-1, phase=Phase.STARTING, layer=-1), NOW) == (
+            "rank 1 is behind (before the first step, starting)"
+        )
+
+
+# A lone rank in a process of its own. What it does inside step 3 is filled in.
+GUARDED = """
+import time
+from splash_trt.dist.board import Board, Phase, Watch
+from splash_trt.dist.watchdog import Watchdog
+board = Board.local(2)
+watch = Watch(board, 0)
+dog = Watchdog(watch, deadline_s=0.5, startup_deadline_s=3)
+dog.start()
+print("started", flush=True)
+{}
+dog.stop()
+print("ended", flush=True)
+"""
+
+
+def guarded(body: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", GUARDED.format(body)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+class TestWatchdog:
+    def test_a_stuck_collective(self) -> None:
+        code, out, err = guarded("watch.begin_step(3); watch.layer(2); watch.enter(Phase.ALL_TO_ALL); time.sleep(30)")
+        assert code == 70 and out == "started\n"
+        assert err == "rank 0: step 3: no progress for 0.5 s in all_to_all (layer 2); there are no other ranks here\n"
+
+    def test_idling_starting_and_progress_are_no_reason(self) -> None:
+        code, out, err = guarded(
+            "time.sleep(0.8); watch.begin_step(3)\n"
+            "for _ in range(4): watch.enter(Phase.ALL_REDUCE); time.sleep(0.25); watch.leave(); time.sleep(0.1)\n"
+            "watch.end_step(); time.sleep(0.9)"
+        )
+        assert (code, out, err) == (0, "started\nended\n", "")
+
+    def test_a_peer_without_a_sign_of_life_while_this_rank_idles(self) -> None:
+        code, _, err = guarded("peer = Watch(board, 1); peer.end_step(); peer.beat(); watch.end_step(); time.sleep(30)")
+        assert code == 70
+        assert err == (
+            "rank 0: before the first step: in idle; "
+            "rank 1 has given no sign of life for 0.5 s (before the first step, idle)\n"
+        )
+
+    def test_sigterm_in_code_that_never_returns_to_python(self) -> None:
+        body = (
+            "import os, signal, threading; watch.begin_step(3)\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the main thread never handles it\n"
+            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
+        )
+        code, _, err = guarded(body)
+        assert code == 143
+        assert err == "rank 0: step 3: ended by SIGTERM in computing; there are no other ranks here\n"
+
+    def test_the_end_of_the_parent(self) -> None:
+        program = GUARDED.format("watch.end_step(); time.sleep(30)")
+        # The middle process waits for the guarded one to start, then leaves it alone.
+        middle = (
+            "import subprocess, sys\n"
+            f"p = subprocess.Popen([sys.executable, '-c', {program!r}], stdout=subprocess.PIPE)\n"
+            "p.stdout.readline(); print(p.pid, flush=True)"
+        )
+        done = subprocess.run([sys.executable, "-c", middle], capture_output=True, text=True, timeout=60)
+        # stderr closes when the guarded process has ended too.
+        assert "rank 0: before the first step: mpirun (pid" in done.stderr and "is gone, in idle" in done.stderr
+
+    def test_stop_gives_sigterm_back(self) -> None:
+        watch = Watch(Board.local(1), 0)
+        dog = Watchdog(watch, 5, 5)
+        dog.start()
+        assert watch.row().beat_ns > 0
+        dog.stop()
+        watch.begin_step(1)
+
+
+def fake_mpirun(folder: Path, version: str) -> Path:
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+    return program
+
+
+class TestMpirunCommand:
+    def test_the_wheel_beside_this_python(self) -> None:
+        command = launch.mpirun_command(3, ["python", "x.py"])
+        assert command[0] == str(Path(sys.executable).parent / "mpirun")
+        assert command[-4:] == ["-n", "3", "python", "x.py"]
+        assert "nanosleep" in command and "self,sm" in command
+
+    @pytest.mark.parametrize(
+        ("version", "transport", "nanosleep"),
+        [
+            ("mpirun (Open MPI) 4.1.6", "self,vader", False),
+            ("mpirun (Open MPI) 5.0.11", "self,sm", True),
+            ("prterun (PRRTE) 3.0\nmpirun (Open MPI) 6.0.0", "self,sm", True),
+        ],
+    )
+    def test_flags_follow_the_release(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, transport: str, nanosleep: bool
+    ) -> None:
+        fake_mpirun(tmp_path, version)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        command = launch.mpirun_command(2, ["x"])
+        assert transport in command and ("nanosleep" in command) is nanosleep
+
+    def test_path_is_searched_next(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = fake_mpirun(tmp_path, "mpirun (Open MPI) 4.1.6")
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert launch.mpirun_command(2, ["x"])[0] == str(program)
+
+    def test_errors_say_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ValueError, match="num_ranks: 0"):
+            launch.mpirun_command(0, ["x"])
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        monkeypatch.setenv("PATH", "/nowhere")
+        with pytest.raises(FileNotFoundError, match=r"splash-trt\[mpi\]"):
+            launch.mpirun_command(2, ["x"])
+        fake_mpirun(tmp_path, "mpiexec of another kind 3.2")
+        with pytest.raises(RuntimeError, match="another kind"):
+            launch.mpirun_command(2, ["x"])
+
+
+class TestEnvironment:
+    def test_children_are_no_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+        monkeypatch.setenv("PMIX_RANK", "1")
+        monkeypatch.setenv("KEPT", "yes")
+        assert environment.under_mpirun()
+        child = environment.for_child()
+        assert child["KEPT"] == "yes" and not any(name.startswith(("OMPI_", "PMIX_")) for name in child)
+
+    def test_root_may_start_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        assert environment.for_mpirun()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        assert "OMPI_ALLOW_RUN_AS_ROOT" not in environment.for_mpirun()

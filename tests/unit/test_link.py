@@ -1,0 +1,118 @@
+"""Messages between frontend and rank 0: whatever is sent arrives; whatever else arrives is a ValueError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash_trt import link
+from splash_trt.link import Cancel, Frames, Ready, SetLayout, Shutdown, Submit
+from splash_trt.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob
+
+RUNS = settings(deadline=None, derandomize=True)
+IDS = st.integers(0, 2**31)
+LOGPROBS = st.lists(
+    st.builds(
+        TokenLogprob,
+        IDS,
+        st.floats(allow_nan=False),
+        st.lists(st.tuples(IDS, st.floats(allow_nan=False)), max_size=3).map(tuple),
+    ),
+    max_size=3,
+).map(tuple)
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**40),
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 2**40),
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop_token_ids=st.lists(IDS, max_size=4).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+)
+REQUESTS = st.builds(
+    Request,
+    id=st.text(),
+    prompt=st.lists(IDS, max_size=8).map(tuple),
+    sampling=SAMPLING,
+    priority=st.integers(-(2**63), 2**63 - 1),
+    deadline_s=st.none() | st.floats(allow_nan=False),
+)
+TO_ENGINE = st.one_of(
+    st.builds(Submit, REQUESTS),
+    st.builds(Cancel, st.text()),
+    st.builds(SetLayout, st.text(), st.booleans()),
+    st.builds(Shutdown, st.booleans()),
+)
+DELTAS = st.builds(
+    TokenDelta,
+    st.text(),
+    st.lists(IDS, max_size=3).map(tuple),
+    LOGPROBS,
+    LOGPROBS,
+    st.none() | st.sampled_from(list(FinishReason)),
+    st.none() | st.text(),
+)
+COUNT = st.integers(0, 2**40)
+FROM_ENGINE = st.one_of(
+    st.builds(Ready, st.text(), COUNT, COUNT, st.lists(IDS, max_size=3).map(tuple), COUNT),
+    st.builds(
+        Frames, st.text(), COUNT, COUNT, st.text(), COUNT, COUNT, st.lists(DELTAS, max_size=3).map(tuple)
+    ),
+)
+
+
+@RUNS
+@given(TO_ENGINE)
+def test_round_trip_to_the_engine(message: Any) -> None:
+    back = link.decode_to_engine(link.encode(message))
+    assert back == message and type(back) is type(message)
+
+
+@RUNS
+@given(FROM_ENGINE)
+def test_round_trip_from_the_engine(message: Any) -> None:
+    back = link.decode_from_engine(link.encode(message))
+    assert back == message and type(back) is type(message)
+
+
+@RUNS
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_message_or_a_value_error(data: bytes) -> None:
+    for decode in (link.decode_to_engine, link.decode_from_engine):
+        with pytest.raises(ValueError):
+            decode(data)
+
+
+@RUNS
+@given(TO_ENGINE, st.data())
+def test_a_damaged_message_is_a_message_or_a_value_error(message: Any, data: st.DataObject) -> None:
+    sent = bytearray(link.encode(message))
+    sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        link.decode_to_engine(bytes(sent))
+    except ValueError:
+        pass
+    cut = bytes(sent)[: data.draw(st.integers(0, len(sent) - 1))]
+    with pytest.raises(ValueError):
+        link.decode_to_engine(cut)
+
+
+@pytest.mark.parametrize("message", [Ready("i", 1, 2, (), 1), Frames("i", 1, 0, "tp", 0, 0)])
+def test_a_message_to_the_other_side_is_refused(message: Any) -> None:
+    with pytest.raises(ValueError):
+        link.decode_to_engine(link.encode(message))
+
+
+def test_sampling_parameters_are_checked_on_arrival() -> None:
+    """What is not a SamplingParams here must not become one by travelling."""
+    good = link.encode(Submit(Request(id="a", prompt=(1,), sampling=SamplingParams(max_tokens=77))))
+    assert good.count(b"\x4d") == 1
+    with pytest.raises(ValueError, match="max_tokens"):
+        link.decode_to_engine(good.replace(b"\x4d", b"\x00"))

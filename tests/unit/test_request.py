@@ -1,0 +1,101 @@
+"""Requests and sampling parameters: what is refused, and with which words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from splash_trt.request import MAX_LOGPROBS, MAX_STOP_IDS, Request, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -3),
+        *[("temperature", value) for value in (-0.1, 100.5, math.nan, math.inf, -math.inf)],
+        ("top_k", -1),
+        *[("top_p", value) for value in (0.0, -0.5, 1.01, math.nan)],
+        *[("min_p", value) for value in (-0.01, 1.01, math.nan)],
+        *[("seed", value) for value in (-1, 2**63)],
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", tuple(range(MAX_STOP_IDS + 1))),
+        *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, MAX_LOGPROBS + 1)],
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
+    wrong: dict[str, Any] = {field: value}
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**wrong)
+    text = str(caught.value)
+    assert text.startswith(f"{field}: ") and repr(value) in text and "must be" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 1),
+        ("temperature", 0.0),
+        ("temperature", 100),
+        ("top_k", 0),
+        ("top_k", 10**12),
+        ("top_p", 1),
+        ("top_p", 5e-324),
+        ("min_p", 0),
+        ("min_p", 1),
+        ("seed", 0),
+        ("seed", 2**63 - 1),
+        ("stop_token_ids", tuple(range(MAX_STOP_IDS))),
+        ("logprobs", 0),
+        ("prompt_logprobs", MAX_LOGPROBS),
+    ],
+)
+def test_the_ends_of_each_range_are_allowed(field: str, value: Any) -> None:
+    right: dict[str, Any] = {field: value}
+    assert getattr(SamplingParams(**right), field) == value
+
+
+def test_unknown_fields_are_refused_on_the_wire() -> None:
+    with pytest.raises(ValueError, match="tempratur"):
+        msgspec.convert({"tempratur": 1.0}, SamplingParams)
+
+
+def _request(prompt: tuple[int, ...] = (1,), name: str = "a", seed: int | None = None) -> Request:
+    return Request(id=name, prompt=prompt, sampling=SamplingParams(seed=seed))
+
+
+def test_a_seed_of_ones_own_or_one_of_the_ids() -> None:
+    assert _request(seed=0).seed == 0 and _request(seed=2**63 - 1).seed == 2**63 - 1
+    assert _request(name="a").seed == _request((5, 6), name="a").seed
+    seeds = {_request(name=f"r{i}").seed for i in range(2000)}
+    assert len(seeds) == 2000 and all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62 and min(seeds) < 2**61, "the hash does not fill the range"
+
+
+def test_the_ids_seed_is_the_same_in_every_process() -> None:
+    """It must survive a restart: Python's own hash of a string would not."""
+    assert _request(name="a").seed == 1702698405120146464
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ((), "at least one token"),
+        ((0, 100), "100"),
+        ((-5, 1), "-5"),
+        ((2**64,), str(2**64)),
+        ((1,) * 8, "8 tokens are too many; it must be at most 7 tokens"),
+        ((1,) * 50, "50 tokens"),
+    ],
+)
+def test_prompts_that_a_model_cannot_take(prompt: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^prompt: .*{words}"):
+        _request(prompt).check(vocab_size=100, max_context=8)
+
+
+@pytest.mark.parametrize("prompt", [(0,), (99,), (1,) * 7])
+def test_prompts_at_the_ends_of_what_a_model_takes(prompt: tuple[int, ...]) -> None:
+    _request(prompt).check(vocab_size=100, max_context=8)

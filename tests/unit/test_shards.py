@@ -1,0 +1,138 @@
+"""The cut of every tensor over ranks: nothing lost, nothing twice, blocks that fit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash_trt.models.config import ModelConfig
+from splash_trt.models.families import parse_config
+from splash_trt.weights.shards import ALIGNMENT, Block, align, cut_ranges, heads_of, others_block, own_block
+from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
+
+RUNS = settings(deadline=None, derandomize=True)
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "n_routed_experts": 7,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "max_position_embeddings": 128,
+}
+RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    return parse_config(CONFIG, where="config.json")
+
+
+@RUNS
+@given(st.integers(0, 2000), st.integers(1, 9), st.sampled_from([1, 7, 128]))
+def test_partition_covers_all_once_and_evenly(total: int, parts: int, multiple: int) -> None:
+    ranges = partition(total, parts, multiple)
+    assert [i for begin, end in ranges for i in range(begin, end)] == list(range(total))
+    sizes = [end - begin for begin, end in ranges]
+    assert all(begin % multiple == 0 or begin == total for begin, _ in ranges)
+    assert max(sizes) - min(sizes) <= (1 if multiple == 1 else 2 * multiple - 1)
+    assert [-(-size // multiple) for size in sizes] == sorted((-(-s // multiple) for s in sizes), reverse=True)
+
+
+def test_twenty_heads_on_three_ranks() -> None:
+    assert partition(20, 3) == ((0, 7), (7, 14), (14, 20))
+    assert partition(2, 4) == ((0, 1), (1, 2), (2, 2), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("total", "num_ranks", "sizes"),
+    [
+        (512, 2, [256, 256]),
+        (384, 2, [256, 128]),
+        (1536, 5, [384, 384, 256, 256, 256]),
+        (256, 3, [86, 85, 85]),  # not enough blocks of 128 for every rank
+        (96, 4, [24, 24, 24, 24]),
+        (300, 2, [150, 150]),
+    ],
+)
+def test_intermediate_sizes_keep_blocks_of_128_where_there_are_enough(
+    total: int, num_ranks: int, sizes: list[int]
+) -> None:
+    spec = TensorSpec(name="down", shape=(8, total), cut=Cut.INTERMEDIATE, axis=1)
+    assert [end - begin for begin, end in cut_ranges(spec, num_ranks)] == sizes
+
+
+@RANKS
+def test_the_ranks_own_parts_are_each_tensor_once(model: ModelConfig, num_ranks: int) -> None:
+    blocks = [own_block(model, rank, num_ranks, 4) for rank in range(num_ranks)]
+    for index, spec in enumerate(tensor_specs(model)):
+        parts = [block.shards[index].parts for block in blocks]
+        assert all(block.shards[index].spec == spec for block in blocks)
+        total = spec.shape[spec.axis]
+        if spec.cut is Cut.NONE:
+            assert parts == [((0, total),)] * num_ranks
+        else:
+            assert [i for ((b, e),) in parts for i in range(b, e)] == list(range(total))
+
+
+@RANKS
+def test_own_and_others_together_are_all_heads(model: ModelConfig, num_ranks: int) -> None:
+    head_cut = {spec.name for spec in tensor_specs(model) if spec.cut is Cut.HEADS}
+    assert head_cut == {f"layers.{i}.{name}" for i in range(2) for name in ("q_b", "w_uk", "w_uv", "o")}
+    for rank in range(num_ranks):
+        own = {s.spec.name: s.parts for s in own_block(model, rank, num_ranks, 4).shards}
+        others = others_block(model, rank, num_ranks, 4)
+        assert {s.spec.name for s in others.shards} == head_cut
+        for shard in others.shards:
+            ranges = list(shard.parts)
+            assert len(ranges) == num_ranks - 1 and ranges == sorted(ranges), "not in rank order"
+            assert ranges[:rank] + list(own[shard.spec.name]) + ranges[rank:] == list(cut_ranges(shard.spec, num_ranks))
+            assert shard.shape[shard.spec.axis] == sum(end - begin for begin, end in ranges)
+    assert sum(heads_of(model, num_ranks)) == 5 and max(heads_of(model, num_ranks)) == -(-5 // num_ranks)
+
+
+def _check_layout(block: Block, itemsize: int) -> None:
+    end = 0
+    for shard in block.shards:
+        assert shard.offset % ALIGNMENT == 0 and end <= shard.offset < end + ALIGNMENT
+        assert shard.itemsize == (max(4, itemsize) if shard.spec.float32 else itemsize)
+        end = shard.offset + math.prod(shard.shape) * shard.itemsize
+    assert block.num_bytes == align(end)
+
+
+@RANKS
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_tensors_lie_one_after_another_and_aligned(model: ModelConfig, num_ranks: int, itemsize: int) -> None:
+    for rank in range(num_ranks):
+        _check_layout(own_block(model, rank, num_ranks, itemsize), itemsize)
+        _check_layout(others_block(model, rank, num_ranks, itemsize), itemsize)
+
+
+def test_the_selection_bias_stays_wide_in_bfloat16(model: ModelConfig) -> None:
+    shards = {s.spec.name: s for s in own_block(model, 0, 1, 2).shards}
+    assert shards["layers.1.router_bias"].itemsize == 4 and shards["layers.1.router"].itemsize == 2
+
+
+def test_one_rank_has_no_others(model: ModelConfig) -> None:
+    assert others_block(model, 0, 1, 4).num_bytes == 0
+
+
+@pytest.mark.parametrize(("size", "aligned"), [(0, 0), (1, 256), (256, 256), (257, 512)])
+def test_align(size: int, aligned: int) -> None:
+    assert align(size) == aligned
