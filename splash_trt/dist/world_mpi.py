@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -23,8 +24,8 @@ EXIT_ERROR = 1
 class MpiWorld:
     """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
 
-    From here on an exception that nothing catches, on any thread, ends all ranks (MPI alone would leave the others
-    waiting). An exit by SystemExit does not: ranks leave through `close`, or through launch.run_under_mpi.
+    From here on an exception that nothing catches, on any thread, and an exit without `close` end all ranks (MPI alone
+    would leave the others waiting).
     """
 
     def __init__(self, deadline_s: float, startup_deadline_s: float) -> None:
@@ -40,9 +41,11 @@ class MpiWorld:
         self.world = World(comm.Get_rank(), comm.Get_size(), self._collectives, self._control, watch)
         sys.excepthook = self._uncaught
         threading.excepthook = lambda args: self.end_all(args.exc_value or args.exc_type())
+        atexit.register(self._left_early)
 
     def close(self) -> None:
         """After every rank has done its work: gives everything back and ends MPI."""
+        atexit.unregister(self._left_early)
         self.world.watch.ending()
         # The last wait for others that the watchdog sees: it reads the window, which goes next.
         MPI.COMM_WORLD.Barrier()
@@ -63,6 +66,9 @@ class MpiWorld:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.end_all(error)
+
+    def _left_early(self) -> None:
+        self.end_all(RuntimeError("the program ended without closing its world; the other ranks would wait for it"))
 
 
 def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:

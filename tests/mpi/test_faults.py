@@ -122,6 +122,21 @@ def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_script_that_ends_without_closing_its_world() -> None:
+    program = """
+from splash_trt.dist.world_mpi import MpiWorld
+world = MpiWorld(deadline_s=60, startup_deadline_s=60).world
+world.control.agree(None)
+if world.rank != 0:
+    world.control.receive()
+"""
+    command = mpirun_command(2, [sys.executable, "-c", program])
+    done = subprocess.run(command, capture_output=True, text=True, env=environment.for_mpirun(), timeout=STARTUP_S)
+    assert done.returncode == 1
+    assert "rank 0: before the first step: RuntimeError: the program ended without closing its world" in done.stderr
+
+
+@pytest.mark.nightly
 def test_a_killed_mpirun(tmp_path: Path) -> None:
     ending = run_until_fault("mpirun", tmp_path)
     check(ending, code=-9)

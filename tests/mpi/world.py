@@ -86,12 +86,12 @@ class Ranks:
         raise AssertionError(self._report(case, answers, timeout_s))
 
     def close(self) -> None:
-        """Ends the ranks in good order; raises AssertionError if they do not end well within 20 s."""
+        """Ends the ranks in good order; raises AssertionError if they do not end well within a minute."""
         if self._mpirun is not None:
             for link in self._links:
                 link.send({"module": ""})
             try:
-                code = self._mpirun.wait(20)
+                code = self._mpirun.wait(60)
             except subprocess.TimeoutExpired:
                 code = -1
             self.kill()

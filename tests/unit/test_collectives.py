@@ -109,10 +109,10 @@ class TestFailures:
 
     def test_many_busy_ranks_in_turn_do_not_count_as_one_long_wait(self) -> None:
         def program(world: World) -> None:
-            time.sleep(0.2)
+            time.sleep(0.15)
             world.collectives.all_reduce(torch.ones(1))
 
-        ThreadWorld(4, deadline_s=0.45).run(program)
+        ThreadWorld(8, deadline_s=0.9).run(program)
 
     def test_a_rank_that_has_ended_is_named_at_once(self) -> None:
         def program(world: World) -> None:

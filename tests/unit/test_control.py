@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -49,19 +50,14 @@ class TestThreadControl:
 
 class TestThreadControlFailures:
     def test_agree_does_not_wait_for_ranks_that_still_load(self) -> None:
-        order: list[str] = []
-
         def program(world: World) -> None:
             if world.rank == 2:
                 world.collectives.all_reduce(torch.ones(1))  # never comes about
-            try:
-                world.control.agree("OSError: no such file" if world.rank == 0 else None)
-            except RankFailure:
-                order.append(f"rank {world.rank} knows")
-                raise
+            world.control.agree("OSError: no such file" if world.rank == 0 else None)
 
-        ThreadWorld(3, deadline_s=30).outcomes(program)
-        assert "rank 0 knows" in order
+        for outcome in ThreadWorld(3, deadline_s=30).outcomes(program):
+            assert isinstance(outcome.error, RankFailure) and outcome.error.rank == 0
+            assert "OSError: no such file" in str(outcome.error)
 
     def test_a_rank_that_takes_no_messages_is_named(self) -> None:
         def program(world: World) -> None:
@@ -80,6 +76,7 @@ class TestThreadControlFailures:
 
     def test_an_idle_wait_has_no_deadline(self) -> None:
         def program(world: World) -> Message | None:
+            world.collectives.all_reduce(torch.ones(1))
             if world.rank == 1:
                 return world.control.receive()
             time.sleep(0.5)
@@ -199,7 +196,7 @@ from splash_trt.dist.board import Board, Phase, Watch
 from splash_trt.dist.watchdog import Watchdog
 board = Board.local(2)
 watch = Watch(board, 0)
-dog = Watchdog(watch, deadline_s=0.5, startup_deadline_s=3)
+dog = Watchdog(watch, deadline_s=1, startup_deadline_s=6)
 dog.start()
 print("started", flush=True)
 {}
@@ -217,23 +214,26 @@ class TestWatchdog:
     def test_a_stuck_collective(self) -> None:
         code, out, err = guarded("watch.begin_step(3); watch.layer(2); watch.enter(Phase.ALL_TO_ALL); time.sleep(30)")
         assert code == 70 and out == "started\n"
-        assert err == "rank 0: step 3: no progress for 0.5 s in all_to_all (layer 2); there are no other ranks here\n"
+        assert re.fullmatch(
+            r"rank 0: step 3: no progress for 1\.\d s in all_to_all \(layer 2\); there are no other ranks here\n", err
+        ), err
 
     def test_idling_starting_and_progress_are_no_reason(self) -> None:
         code, out, err = guarded(
-            "time.sleep(0.8); watch.begin_step(3)\n"
+            "time.sleep(1.4); watch.begin_step(3)\n"
             "for _ in range(4): watch.enter(Phase.ALL_REDUCE); time.sleep(0.25); watch.leave(); time.sleep(0.1)\n"
-            "watch.end_step(); time.sleep(0.9)"
+            "watch.end_step(); time.sleep(1.4)"
         )
         assert (code, out, err) == (0, "started\nended\n", "")
 
     def test_a_peer_without_a_sign_of_life_while_this_rank_idles(self) -> None:
         code, _, err = guarded("peer = Watch(board, 1); peer.end_step(); peer.beat(); watch.end_step(); time.sleep(30)")
         assert code == 70
-        assert err == (
-            "rank 0: before the first step: in idle; "
-            "rank 1 has given no sign of life for 0.5 s (before the first step, idle)\n"
-        )
+        assert re.fullmatch(
+            r"rank 0: before the first step: in idle; "
+            r"rank 1 has given no sign of life for 1\.\d s \(before the first step, idle\)\n",
+            err,
+        ), err
 
     def test_sigterm_in_code_that_never_returns_to_python(self) -> None:
         body = (
