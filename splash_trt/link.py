@@ -19,8 +19,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetLayout(msgspec.Struct, frozen=True, tag=True):
-    """An operator's word: go to `layout` ("tp", "dp", "cp", "dop"), or back to "auto"; `pin` keeps it there."""
+    """An operator's word: go to `layout` ("tp", "dp", "cp", "dop") and, if `pin`, stay there; or back to "auto".
 
+    Answered by a LayoutReply with the same `token`.
+    """
+
+    token: int
     layout: str
     pin: bool = False
 
@@ -34,14 +38,48 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Submit | Cancel | SetLayout | Shutdown
 
 
+class LayoutCapacity(msgspec.Struct, frozen=True):
+    """Cache tokens that a layout holds; total: distinct tokens over all ranks, request: of the longest request."""
+
+    per_rank: tuple[int, ...]
+    total: int
+    request: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine's first message: what it serves."""
+    """The engine's first message, and its answer whenever a frontend connects: what it serves."""
 
     incarnation: str
     vocab_size: int
     max_context: int
+    """Longest prompt + output in tokens: the model's and the cache's limits taken together."""
     eos_token_ids: tuple[int, ...]
     num_ranks: int
+    layouts: tuple[str, ...]
+    """Those that the deployment may use."""
+    capacity: dict[str, LayoutCapacity]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """How things stand after a step."""
+
+    layout: str
+    epoch: int
+    switch: str
+    """State of the switch: "steady" or the state under way (layout/switch.py)."""
+    switch_target: str | None
+    switch_progress: float
+    """Share of the cache rows that had to move which have moved, 0 to 1."""
+    mode: str
+    """"auto", or "pinned" by an operator or by the deployment's one layout."""
+    running: int
+    waiting: int
+    running_by_rank: tuple[int, ...]
+    """By owner or home."""
+    used_tokens: tuple[int, ...]
+    """Cache tokens held on each rank, in whole pages."""
+    total_tokens: tuple[int, ...]
+    """Cache tokens that each rank holds at most."""
 
 
 class Frames(msgspec.Struct, frozen=True, tag=True):
@@ -49,14 +87,31 @@ class Frames(msgspec.Struct, frozen=True, tag=True):
 
     incarnation: str
     step: int
-    epoch: int
-    layout: str
-    running: int
-    waiting: int
+    num_tokens: int
+    """Computed in the step, prompt and output together."""
+    seconds: float
+    """What the step took."""
+    status: Status
     deltas: tuple[TokenDelta, ...] = ()
 
 
-FromEngine = Ready | Frames
+class SwitchReport(msgspec.Struct, frozen=True, tag=True):
+    """A switch began or ended. `record` is layout/switch.py's Record as plain values; `number` names the switch."""
+
+    incarnation: str
+    number: int
+    record: dict[str, object]
+
+
+class LayoutReply(msgspec.Struct, frozen=True, tag=True):
+    """`error` says why a SetLayout was refused; None: accepted, which is not yet done."""
+
+    incarnation: str
+    token: int
+    error: str | None = None
+
+
+FromEngine = Ready | Frames | SwitchReport | LayoutReply
 
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)

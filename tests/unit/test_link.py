@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splash_trt import link
-from splash_trt.link import Cancel, Frames, Ready, SetLayout, Shutdown, Submit
+from splash_trt.link import (
+    Cancel,
+    Frames,
+    LayoutCapacity,
+    LayoutReply,
+    Ready,
+    SetLayout,
+    Shutdown,
+    Status,
+    Submit,
+    SwitchReport,
+)
 from splash_trt.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob
 
 RUNS = settings(deadline=None, derandomize=True)
@@ -47,7 +58,7 @@ REQUESTS = st.builds(
 TO_ENGINE = st.one_of(
     st.builds(Submit, REQUESTS),
     st.builds(Cancel, st.text()),
-    st.builds(SetLayout, st.text(), st.booleans()),
+    st.builds(SetLayout, st.integers(0, 2**40), st.text(), st.booleans()),
     st.builds(Shutdown, st.booleans()),
 )
 DELTAS = st.builds(
@@ -60,11 +71,19 @@ DELTAS = st.builds(
     st.none() | st.text(),
 )
 COUNT = st.integers(0, 2**40)
+COUNTS = st.lists(COUNT, max_size=3).map(tuple)
+SHARE = st.floats(0, 1)
+CAPACITIES = st.dictionaries(st.text(), st.builds(LayoutCapacity, COUNTS, COUNT, COUNT), max_size=2)
+STATUS = st.builds(
+    Status, st.text(), COUNT, st.text(), st.none() | st.text(), SHARE, st.text(), COUNT, COUNT, COUNTS, COUNTS, COUNTS
+)
+RECORDS = st.dictionaries(st.text(), st.none() | st.text() | COUNT | SHARE, max_size=3)
+NAMES = st.lists(st.text(), max_size=2).map(tuple)
 FROM_ENGINE = st.one_of(
-    st.builds(Ready, st.text(), COUNT, COUNT, st.lists(IDS, max_size=3).map(tuple), COUNT),
-    st.builds(
-        Frames, st.text(), COUNT, COUNT, st.text(), COUNT, COUNT, st.lists(DELTAS, max_size=3).map(tuple)
-    ),
+    st.builds(Ready, st.text(), COUNT, COUNT, st.lists(IDS, max_size=3).map(tuple), COUNT, NAMES, CAPACITIES),
+    st.builds(Frames, st.text(), COUNT, COUNT, SHARE, STATUS, st.lists(DELTAS, max_size=3).map(tuple)),
+    st.builds(SwitchReport, st.text(), COUNT, RECORDS),
+    st.builds(LayoutReply, st.text(), COUNT, st.none() | st.text()),
 )
 
 
@@ -104,7 +123,7 @@ def test_a_damaged_message_is_a_message_or_a_value_error(message: Any, data: st.
         link.decode_to_engine(cut)
 
 
-@pytest.mark.parametrize("message", [Ready("i", 1, 2, (), 1), Frames("i", 1, 0, "tp", 0, 0)])
+@pytest.mark.parametrize("message", [Ready("i", 1, 2, (), 1, (), {}), LayoutReply("i", 1)])
 def test_a_message_to_the_other_side_is_refused(message: Any) -> None:
     with pytest.raises(ValueError):
         link.decode_to_engine(link.encode(message))
