@@ -17,8 +17,8 @@ import torch
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.world import World
-from splash_trt.layout.spec import SPECS
-from splash_trt.memory.map import Capacity, capacity, memory_map
+from splash_trt.layout.spec import SPECS, Residency
+from splash_trt.memory.map import Capacity, capacity, memory_map, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
@@ -140,7 +140,9 @@ class Bench:
         ).request_tokens
         scheduler = Scheduler(
             config,
-            pages_per_rank=self._pages,
+            sizes=dataclasses.replace(
+                model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)
+            ),
             request_tokens=room,
             vocab_size=self.model.vocab_size,
             max_context=self.model.max_positions,
