@@ -9,10 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
 from perf.harness import RESULTS, Result, Row, Scalar, read
 
 
@@ -58,27 +54,40 @@ def markdown(result: Result) -> str:
     return "\n".join(lines)
 
 
+Line = tuple[list[float], list[float]]
+
+
+def lines(result: Result) -> dict[str, dict[str, Line]]:
+    """What is plotted: per panel, by its title, and per series the values of x and y."""
+    view = result.view
+    out: dict[str, dict[str, Line]] = {}
+    for row in result.rows:
+        title = ", ".join(f"{column} {row[column]}" for column in view.panels)
+        x, y = out.setdefault(title, {}).setdefault(str(row[view.series]), ([], []))
+        x.append(float(row[view.x] or 0))
+        y.append(float(row[view.y] or 0))
+    return out
+
+
 def plot(result: Result, path: Path, columns: int = 3) -> None:
     """One panel per value of view.panels, one line per value of view.series; both axes logarithmic."""
-    view = result.view
-    panels = _values(result.rows, *view.panels)
+    from matplotlib.figure import Figure
+
+    panels = lines(result)
     height = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 2.8 * height), layout="constrained")
-    axes: list[Axes] = figure.subplots(height, columns, squeeze=False).flatten().tolist()
-    for axis, panel in zip(axes, panels, strict=False):
-        rows = [row for row in result.rows if tuple(row[c] for c in view.panels) == panel]
-        for (name,) in _values(rows, view.series):
-            line = [row for row in rows if row[view.series] == name]
-            x, y = ([float(row[column] or 0) for row in line] for column in (view.x, view.y))
-            axis.plot(x, y, marker="o", ms=3, label=str(name))
-        axis.set(xscale="log", yscale="log", xlabel=view.x, ylabel=view.y)
-        axis.set_title(", ".join(f"{c} {v}" for c, v in zip(view.panels, panel, strict=True)), fontsize=9)
+    axes = figure.subplots(height, columns, squeeze=False).flatten().tolist()
+    for axis, (title, series) in zip(axes, panels.items(), strict=False):
+        for name, (x, y) in series.items():
+            axis.plot(x, y, marker="o", ms=3, label=name)
+        axis.set(xscale="log", yscale="log", xlabel=result.view.x, ylabel=result.view.y)
+        axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     figure.suptitle(result.title)
-    figure.savefig(path, dpi=80, metadata={"Software": f"matplotlib {matplotlib.__version__}"})
+    figure.savefig(path, dpi=80, metadata={"Software": None})
 
 
 def write_report(path: Path) -> tuple[Path, Path]:

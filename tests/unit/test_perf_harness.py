@@ -167,11 +167,18 @@ class TestReport:
         assert "| 4 | 4 | 6 (1.00) | 12 (2.00) |" in text
         assert "`python -m perf.thing`" in text and "sums agree: passed" in text
 
-    def test_files(self, tmp_path: Path) -> None:
+    def test_a_panel_has_a_line_for_each_layout(self) -> None:
+        found = report.lines(result())
+        assert list(found) == ["n 2", "n 4"]
+        assert found["n 4"] == {"tp": ([1, 4], [1.5, 6]), "dp": ([1, 4], [3, 12])}
+
+    def test_the_table_is_written_beside_the_result(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plotted: list[Path] = []
+        monkeypatch.setattr(report, "plot", lambda result, path: plotted.append(path))
         path = harness.write(result(), tmp_path)
-        table, picture = report.write_report(path)
-        assert "A thing" in table.read_text()
-        assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert report.main([str(path)]) == 0
+        assert "A thing" in path.with_suffix(".md").read_text()
+        assert plotted == [path.with_suffix(".png")]
 
     def test_an_unchecked_result_gets_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "bare.json"
