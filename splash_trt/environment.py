@@ -13,6 +13,11 @@ def under_mpirun() -> bool:
     return "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ
 
 
+def mpi_rank() -> int:
+    """This process's rank under mpirun, known before MPI is initialised; 0 elsewhere."""
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+
+
 def for_child() -> dict[str, str]:
     """This environment for a process that is no rank: one that inherited a rank's variables would take them for its
     own and disturb the run."""

@@ -22,6 +22,7 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.request import Completion, Request, SamplingParams, TokenDelta
+from splash_trt.scheduler.policy import MeasuredPolicy
 from splash_trt.weights.checkpoint import Checkpoint
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.source import WeightSource
@@ -33,9 +34,9 @@ STARTUP_DEADLINE_S = 600.0
 class LLM:
     """A model on N ranks under one layout.
 
-    checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. `config`
-    takes the remaining fields of EngineConfig. Raises ValueError for a wrong configuration or checkpoint, before any
-    rank starts. Close it, or use it as a context manager.
+    checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. layout
+    "auto" follows the load. `config` takes the remaining fields of EngineConfig. Raises ValueError for a wrong
+    configuration or checkpoint, before any rank starts. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class LLM:
         self.model: ModelConfig = load_config(folder)
         if config.get("dtype") is None:
             config["dtype"] = self.model.dtype
-        self.config = EngineConfig(num_ranks=ranks, layout=Layout.parse(layout), **config)
+        auto = layout == "auto"
+        if auto:
+            config.setdefault("layouts", tuple(Layout))
+        self.config = EngineConfig(num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout), **config)
         self.capacity = capacity(self.model, self.config, self.config.layout)
         self._source: WeightSource = (
             Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
@@ -60,7 +64,10 @@ class LLM:
         self._close: Callable[[], None] = lambda: None
         self._worker = start_worker(self._start(), self.model, self.config, self._source)
         rank = self._worker.world.rank
-        self.orchestrator = Orchestrator.of(self.model, self.config, self._worker) if rank == 0 else None
+        self.orchestrator: Orchestrator | None = None
+        if rank == 0:
+            policy = MeasuredPolicy() if auto else None
+            self.orchestrator = Orchestrator.of(self.model, self.config, self._worker, policy)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None

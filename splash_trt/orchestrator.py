@@ -1,31 +1,63 @@
-"""Rank 0's loop: receive, schedule, execute, complete."""
+"""Rank 0's loop: receive, schedule, execute, complete, and now and then ask the policy where to go."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from splash_trt.config import EngineConfig
-from splash_trt.memory.map import model_sizes, request_tokens
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.memory.map import capacity, model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, TokenDelta
+from splash_trt.scheduler.policy import Policy
 from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.worker import Worker
 
+DECIDE_EVERY = 4  # turns between two looks at the load
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of the loop brought. step, num_tokens, seconds: of the step that completed in it, 0 if none did."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+    step: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
 
 class Orchestrator:
-    """Drives one scheduler and the ranks. `execute` gives a plan to all ranks and returns its result."""
+    """Drives one scheduler and the ranks. `execute` gives a plan to all ranks and returns its result.
 
-    def __init__(self, scheduler: Scheduler, execute: Callable[[Plan], StepResult], plans_in_flight: int) -> None:
+    capacity_tokens: distinct tokens that each allowed layout holds. With a policy the layout follows the load until an
+    operator pins one.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        execute: Callable[[Plan], StepResult],
+        plans_in_flight: int,
+        *,
+        capacity_tokens: dict[Layout, int] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self._execute = execute
         self._plans_in_flight = plans_in_flight
-        self._in_flight: deque[StepResult] = deque()
+        self._capacity_tokens = capacity_tokens or {}
+        self._policy = policy
+        self._auto = policy is not None
+        self._turns = 0
+        self._in_flight: deque[tuple[Plan, StepResult]] = deque()
 
     @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig, worker: Worker) -> Orchestrator:
+    def of(
+        cls, model: ModelConfig, config: EngineConfig, worker: Worker, policy: Policy | None = None
+    ) -> Orchestrator:
         """The orchestrator of a model whose rank 0 is `worker`."""
         scheduler = Scheduler(
             config,
@@ -35,7 +67,13 @@ class Orchestrator:
             max_context=config.context_of(model.max_positions),
             eos_token_ids=model.eos_token_ids,
         )
-        return cls(scheduler, worker.send, config.plans_in_flight)
+        room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
+        return cls(scheduler, worker.send, config.plans_in_flight, capacity_tokens=room, policy=policy)
+
+    @property
+    def mode(self) -> str:
+        """ "auto" while the policy decides, else "pinned"."""
+        return "auto" if self._auto else "pinned"
 
     def add(self, request: Request) -> None:
         """ValueError says why the request cannot be served."""
@@ -45,16 +83,44 @@ class Orchestrator:
         delta = self.scheduler.cancel(request_id)
         return [] if delta is None else [delta]
 
+    def set_layout(self, name: str, *, pin: bool = False) -> None:
+        """An operator's word: a layout to go to, to stay there if `pin`, or "auto". ValueError if it cannot be."""
+        if name.lower() == "auto":
+            if self._policy is None:
+                raise ValueError("layout: 'auto' is not possible, this deployment was started with one layout")
+            self._auto = True
+            return
+        self.scheduler.switch(Layout.parse(name), "an operator asked for it")
+        self._auto = self._auto and not pin
+
     def step(self) -> list[TokenDelta]:
-        """One turn: a plan goes out if there is anything to compute, and the oldest result that is due comes in."""
+        """One turn; what it adds to requests."""
+        return self.turn().deltas
+
+    def turn(self) -> Turn:
+        """A plan goes out if there is anything to do, and the oldest result that is due comes in."""
         now = time.monotonic()
         deltas = self.scheduler.expire(now)
+        self._follow_load(now)
         plan = self.scheduler.schedule(now)
         if plan is not None:
-            self._in_flight.append(self._execute(plan))
-        if self._in_flight and (plan is None or len(self._in_flight) == self._plans_in_flight):
-            deltas += self.scheduler.complete(self._in_flight.popleft())
-        return deltas
+            self._in_flight.append((plan, self._execute(plan)))
+        if not self._in_flight or (plan is not None and len(self._in_flight) < self._plans_in_flight):
+            return Turn(deltas)
+        done, result = self._in_flight.popleft()
+        deltas += self.scheduler.complete(result)
+        if self._policy is not None:
+            self._policy.observe(done.layout, done.num_rows, done.num_tokens, result.seconds)
+        return Turn(deltas, done.step, done.num_tokens, result.seconds)
+
+    def _follow_load(self, now: float) -> None:
+        """Ask the policy, unless a layout is pinned or a switch is under way."""
+        self._turns += 1
+        if self._policy is None or not self._auto or self.scheduler.switcher.busy or self._turns % DECIDE_EVERY:
+            return
+        decision = self._policy.decide(self.scheduler.load(now, self._capacity_tokens))
+        if decision is not None:
+            self.scheduler.switch(decision.layout, decision.why)
 
     @property
     def idle(self) -> bool:

@@ -44,7 +44,7 @@ class Worker:
 def start_worker(world: World, model: ModelConfig, config: EngineConfig, source: WeightSource) -> Worker:
     """Load this rank's part of the model. All ranks come up or all raise, naming the one that could not."""
     try:
-        runner = Runner(model, config, world.collectives, source)
+        runner = Runner(model, config, world.collectives, world.watch, source)
     except Exception as error:
         world.control.agree(f"{type(error).__name__}: {error}")
         raise

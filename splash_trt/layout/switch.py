@@ -55,10 +55,14 @@ class Goal:
 class Record:
     """What is published about one switch. Bytes are those planned, by kind; times in seconds."""
 
+    number: int
+    """Counts switches from 1."""
     source: str
     target: str
     why: str
     begin_step: int
+    ended: bool = False
+    """Nothing of it is under way any more."""
     outcome: str = "under way"
     bytes_between_ranks: dict[str, int] = field(default_factory=lambda: {"weights": 0, "pages": 0, "new_rows": 0})
     bytes_inside_ranks: int = 0
@@ -70,6 +74,11 @@ class Record:
     """Median time of the steps that moved something over that of the move-free steps around them, less 1."""
     stall_s: float | None = None
     """The slowest rank's gap before the first new step, less the median gap."""
+
+    @property
+    def progress(self) -> float:
+        """Share of the rows to move that have moved, 0 to 1."""
+        return min(1.0, self.rows_moved / self.rows_to_move) if self.rows_to_move else 0.0
 
 
 class SwitchMachine:

@@ -14,6 +14,7 @@ from splash_plugins.cache_append.reference import cache_append
 from splash_trt.cache.placement import num_pages
 from splash_trt.cache.storage import PageStorage
 from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.board import Watch
 from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import SPECS, Residency, Tokens
 from splash_trt.memory.arena import DTYPES, Arena
@@ -40,12 +41,14 @@ class Runner:
         model: ModelConfig,
         config: EngineConfig,
         collectives: Collectives,
+        watch: Watch,
         source: WeightSource,
     ) -> None:
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         max_context = config.context_of(model.max_positions)
         self._model = model
         self._comm = collectives
+        self._watch = watch
         self._arena = Arena(memory_map(model, config, rank))
         self.weights = WeightStore(self._arena, model, rank, collectives.size, config.dtype)
         self.weights.load_own(source)
@@ -99,6 +102,7 @@ class Runner:
         hidden = engine.embed(token, step.counts)
         cos, sin = self._rope(step, hidden.dtype)
         for layer in range(self._model.num_layers):
+            self._watch.layer(layer)
             hidden = hidden + self._attention(layer, engine, hidden, cos, sin, step)
             hidden = hidden + engine.mlp(layer, hidden, step.counts)
         return self._sample(engine, hidden, step)

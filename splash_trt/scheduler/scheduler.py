@@ -23,6 +23,7 @@ from splash_trt.plan import SAMPLE, Plan, StepResult
 from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
 from splash_trt.scheduler.admission import place
 from splash_trt.scheduler.ledger import Ledger
+from splash_trt.scheduler.policy import Load
 from splash_trt.scheduler.rows import RowBuilder
 from splash_trt.scheduler.sequence import Sequence, WaitingQueue
 from splash_trt.scheduler.switcher import Switcher
@@ -89,6 +90,11 @@ class Scheduler:
         return int(self._ledger.running_at.sum())
 
     @property
+    def running_by_rank(self) -> np.ndarray:
+        """[N] int64: running requests by owner or home."""
+        return self._ledger.running_at
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
@@ -140,6 +146,23 @@ class Scheduler:
         if abortable:
             self.switcher.abort(why, sent=self._step, now=self._now)
         return abortable
+
+    def load(self, now: float, capacity_tokens: dict[Layout, int]) -> Load:
+        """What a policy looks at."""
+        s, live = self._slots, self._ledger.live()
+        prefills = (s.admitted - s.computed)[live].clip(min=0).tolist()
+        prefills += [len(sequence.tokens) for sequence in self._queue]
+        return Load(
+            now=now,
+            layout=self.layout,
+            num_ranks=self._config.num_ranks,
+            running=self.num_running,
+            waiting=self.num_waiting,
+            held_tokens=int(s.pages[live].sum()) * self._config.page_tokens,
+            longest_prefill=max(prefills, default=0),
+            chunk_tokens=self._config.max_batch_tokens,
+            capacity_tokens=capacity_tokens,
+        )
 
     # One step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In no particular order."""
+        return iter(self._waiting)
 
     def push(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)

@@ -74,6 +74,11 @@ class Switcher:
         return self.state is not State.STEADY or bool(self._route)
 
     @property
+    def budget_bytes(self) -> int:
+        """What each rank may send, and may receive, for a switch in the next step; new rows come on top."""
+        return self._budget.bytes_per_step
+
+    @property
     def holds_admissions(self) -> bool:
         """While room is being made nobody new is let in."""
         return self.state is State.PREPARING
@@ -222,7 +227,9 @@ class Switcher:
         self._deadline = now + self._config.switch_deadline_s
         self._hold_until = now + self._config.switch_hold_s
         name = goal.layout.name.lower()
-        self._record = Record(source=self.layout.name.lower(), target=name, why=goal.why, begin_step=sent)
+        self._record = Record(
+            number=self._attempt, source=self.layout.name.lower(), target=name, why=goal.why, begin_step=sent
+        )
         self.records.append(self._record)
         self._meter.begin()
         self._budget.begin()
@@ -353,6 +360,7 @@ class Switcher:
         self._set_limits(SPECS[self.layout].residency)
         self._record.slowdown = self._meter.slowdown()
         self._machine.to(State.STEADY, sent, now, self._record)
+        self._record.ended = True
         self._record = None
 
     def _forget(self) -> None:

@@ -1,0 +1,196 @@
+"""Rank 0 in service: takes what frontends send into the orchestrator, and sends back what each step has to tell."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from splash_trt.config import EngineConfig
+from splash_trt.dist.control import Control
+from splash_trt.link import (
+    Cancel,
+    Frames,
+    LayoutCapacity,
+    LayoutReply,
+    Ready,
+    SetLayout,
+    Shutdown,
+    Status,
+    Submit,
+    SwitchReport,
+    ToEngine,
+)
+from splash_trt.link_server import LinkServer
+from splash_trt.memory.map import capacity, request_tokens
+from splash_trt.models.config import ModelConfig
+from splash_trt.orchestrator import Orchestrator, Turn
+from splash_trt.request import FinishReason, Request, TokenDelta
+
+IDLE_POLL_S = 0.05
+RECENT_SWITCHES = 4  # how many of the latest may still have news
+
+
+def ready_message(model: ModelConfig, config: EngineConfig, incarnation: str) -> Ready:
+    """What this deployment serves."""
+    layouts = {layout.name.lower(): capacity(model, config, layout) for layout in config.allowed_layouts}
+    return Ready(
+        incarnation=incarnation,
+        vocab_size=model.vocab_size,
+        max_context=min(config.context_of(model.max_positions), request_tokens(model, config)),
+        eos_token_ids=model.eos_token_ids,
+        num_ranks=config.num_ranks,
+        layouts=tuple(layouts),
+        capacity={
+            name: LayoutCapacity(
+                tuple(pages * room.page_tokens for pages in room.pages_per_rank),
+                room.total_tokens,
+                room.request_tokens,
+            )
+            for name, room in layouts.items()
+        },
+    )
+
+
+class EngineServer:
+    """Serves until a frontend sends Shutdown or `ended` says so.
+
+    Requests are known to the scheduler by names of this class's own, so that two frontends' ids never meet.
+    """
+
+    def __init__(
+        self, orchestrator: Orchestrator, link: LinkServer, ready: Ready, control: Control, page_tokens: int
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._link = link
+        self._control = control
+        self._ready = ready
+        self._page_tokens = page_tokens
+        self._clients: set[bytes] = set()
+        self._names: dict[tuple[bytes, str], str] = {}
+        self._owners: dict[str, tuple[bytes, str]] = {}
+        self._count = 0
+        self._reported: dict[int, tuple[object, ...]] = {}  # the latest switches: number -> what was told of it
+        self._stopping = False
+        self._draining = False
+
+    def run(self, ended: Callable[[], bool]) -> None:
+        """ended() is asked between steps; it may raise."""
+        while not self._stopping and not ended():
+            idle = self._orchestrator.idle
+            if idle and self._draining:
+                return
+            for client, message in self._link.poll(IDLE_POLL_S if idle else 0):
+                self._handle(client, message)
+            if self._orchestrator.idle:
+                self._control.progress()
+            else:
+                self._tell(self._orchestrator.turn())
+                self._report_switches()
+
+    def _handle(self, client: bytes, message: ToEngine | None) -> None:
+        self._clients.add(client)
+        if message is None:
+            self._link.send(client, self._ready)
+        elif isinstance(message, Submit):
+            self._submit(client, message.request)
+        elif isinstance(message, Cancel):
+            name = self._names.get((client, message.request_id))
+            if name is not None:
+                self._answer(self._orchestrator.cancel(name))
+        elif isinstance(message, SetLayout):
+            self._set_layout(client, message)
+        elif isinstance(message, Shutdown):
+            self._draining = True
+            self._stopping = not message.drain
+
+    def _submit(self, client: bytes, request: Request) -> None:
+        key = (client, request.id)
+        if self._draining or key in self._names:
+            why = "the engine is ending" if self._draining else f"id: {request.id!r} is still running"
+            self._refuse(client, request.id, why)
+            return
+        self._count += 1
+        name = f"{self._count:012d}"
+        sampling = msgspec.structs.replace(request.sampling, seed=request.seed)
+        try:
+            self._orchestrator.add(msgspec.structs.replace(request, id=name, sampling=sampling))
+        except ValueError as error:
+            self._refuse(client, request.id, str(error))
+            return
+        self._names[key], self._owners[name] = name, key
+
+    def _refuse(self, client: bytes, request_id: str, why: str) -> None:
+        delta = TokenDelta(request_id, (), finish=FinishReason.ERROR, error=why)
+        self._link.send(client, self._frames(Turn(), (delta,)))
+
+    def _set_layout(self, client: bytes, message: SetLayout) -> None:
+        error = None
+        try:
+            self._orchestrator.set_layout(message.layout, pin=message.pin)
+        except ValueError as refusal:
+            error = str(refusal)
+        self._link.send(client, LayoutReply(self._ready.incarnation, message.token, error))
+
+    def _answer(self, deltas: list[TokenDelta]) -> None:
+        self._tell(Turn(deltas=deltas))
+
+    def _tell(self, turn: Turn) -> None:
+        """One message for each client; to those without a delta it tells how things stand."""
+        by_client: dict[bytes, list[TokenDelta]] = {client: [] for client in self._clients}
+        for delta in turn.deltas:
+            client, request_id = self._owners[delta.request_id]
+            by_client[client].append(msgspec.structs.replace(delta, request_id=request_id))
+            if delta.finish is not None:
+                del self._owners[delta.request_id], self._names[client, request_id]
+        status = self._status()
+        for client, deltas in by_client.items():
+            self._link.send(client, self._frames(turn, tuple(deltas), status))
+
+    def _frames(self, turn: Turn, deltas: tuple[TokenDelta, ...], status: Status | None = None) -> Frames:
+        return Frames(
+            incarnation=self._ready.incarnation,
+            step=turn.step,
+            num_tokens=turn.num_tokens,
+            seconds=turn.seconds,
+            status=status or self._status(),
+            deltas=deltas,
+        )
+
+    def _status(self) -> Status:
+        scheduler = self._orchestrator.scheduler
+        record, directory = scheduler.switcher.record, scheduler.directory
+        limits = directory.limits()
+        tokens = self._page_tokens
+        return Status(
+            layout=scheduler.layout.name.lower(),
+            epoch=scheduler.switcher.epoch,
+            switch=scheduler.switcher.state.value,
+            switch_target=record.target if record else None,
+            switch_progress=record.progress if record else 1.0,
+            mode=self._orchestrator.mode,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            running_by_rank=tuple(scheduler.running_by_rank.tolist()),
+            used_tokens=tuple(((limits - directory.free_pages()) * tokens).tolist()),
+            total_tokens=tuple(np.multiply(limits, tokens).tolist()),
+        )
+
+    def _report_switches(self) -> None:
+        """Tell every client when a switch begins, when it ends, and when its stall is known, which is a step later."""
+        records = self._orchestrator.scheduler.switcher.records
+        latest = [records[-i] for i in range(1, min(RECENT_SWITCHES, len(records)) + 1)]
+        told, self._reported = self._reported, {}
+        for record in latest:
+            news = (record.outcome, record.ended, record.stall_s)
+            self._reported[record.number] = news
+            if told.get(record.number) != news:
+                report = SwitchReport(self._ready.incarnation, record.number, msgspec.to_builtins(record))
+                for client in self._clients:
+                    self._link.send(client, report)
+
+
+def new_incarnation() -> str:
+    return uuid.uuid4().hex
