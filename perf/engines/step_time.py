@@ -99,7 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     check = harness.checked(what, lambda: same_tokens(findings))
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
     config["model_config"] = msgspec.json.decode((CONFIGS / options.model / "config.json").read_bytes())
-    p = harness.provenance(config, "perf.engines.step_time", arguments, options.remark)
+    settings = [word for word in arguments if word not in ("--remark", options.remark)]
+    p = harness.provenance(config, "perf.engines.step_time", settings, options.remark)
     decode = [row for f in findings for row in f.decode]
     prefill = [row for f in findings for row in f.prefill]
     for result in (
