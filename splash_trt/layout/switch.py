@@ -4,10 +4,10 @@
                    │             │           │
                    └─────────────┴───────────┴──> aborting ──> steady
 
-preparing: room is made (pages leave the top of the arena, admissions wait) and second placements are allocated.
-migrating: rows and weights move under a budget; a request whose rows have all moved is armed: from then on its new rows
-are written under both placements. armed: every request is, and all that was sent is being acknowledged.
-retiring: the new layout serves; what the last plans of the old one name drains. aborting: likewise for the target.
+preparing: room is made (pages leave the top of the arena, admissions wait) and every request gets a second placement:
+from then on its new rows are written under both. migrating: the rows computed before, and weights, move under a budget.
+armed: all has been sent and is being acknowledged. retiring: the new layout serves; what the last plans of the old one
+name drains. aborting: likewise for the target.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from splash_trt.cache.compaction import compact
-from splash_trt.cache.directory import Directory
+from splash_trt.cache.directory import Directory, Entry
 from splash_trt.cache.placement import Placement
 from splash_trt.scheduler.sequence import Sequence
 from splash_trt.scheduler.slots import Slots
@@ -47,6 +47,10 @@ class Ledger:
         self._grow(sequence, num_pages)
         self._changes.opened.append(sequence)
         assert self.slots.sequences[slot] is sequence
+
+    def entry(self, slot: int) -> Entry:
+        """The pages of a live slot's request."""
+        return self.directory[self.slots.sequence(slot).id]
 
     def shortfall(self, slot: int) -> np.ndarray:
         """[N] int64: pages that ranks lack for one more page of this slot's request."""

@@ -1,4 +1,6 @@
-"""Rank 0's side of a switch: drives the state machine, and fills plans with what has to move, step after step.
+"""Rank 0's side of a switch: drives the state machine, before each plan as far as it goes (`advance`).
+
+What each plan copies is chosen in movement.py; pages come from the ledger; the states are listed in layout/switch.py.
 
 `step` in the calls is the plan about to be made, `sent` the last one made, `completed` the last one completed on all
 ranks. Nothing here waits: a state that cannot go on is looked at again before the next plan.
@@ -12,20 +14,19 @@ import numpy as np
 
 from splash_trt.cache.placement import Placement, num_pages
 from splash_trt.config import EngineConfig, Layout
-from splash_trt.layout.spec import SPECS, PlacementKind, Residency, Tokens
+from splash_trt.layout.spec import SPECS, PlacementKind, Residency
 from splash_trt.layout.switch import ABORTABLE, Goal, Record, State, SwitchMachine
-from splash_trt.migration.budget import Allowance, Budget
-from splash_trt.migration.diff import Sizes, WeightMove, page_moves, weight_moves
+from splash_trt.migration.budget import Budget
+from splash_trt.migration.diff import Sizes, weight_moves
 from splash_trt.migration.targets import Holding, choose_targets, follow
 from splash_trt.plan import Plan, StepResult
 from splash_trt.scheduler.admission import reserve
 from splash_trt.scheduler.ledger import Ledger
 from splash_trt.scheduler.meter import Meter
+from splash_trt.scheduler.movement import Movement
 
 KEPT_RECORDS = 1000
 MAX_BUDGET_BYTES = 256 << 20
-
-Move = tuple[int, int, int, int, int, int]
 
 
 class Switcher:
@@ -38,6 +39,7 @@ class Switcher:
         self._config = config
         self._ledger = ledger
         self._sizes = sizes
+        self._movement = Movement(config, ledger, sizes)
         self._machine = SwitchMachine()
         self._meter = Meter()
         floor = sizes.row_bytes * config.num_ranks
@@ -51,11 +53,6 @@ class Switcher:
         self._retargeted = False
         self._last_work = 0  # the last plan that carries something to acknowledge
         self._drain = 0  # the last plan that names what is to be given back
-        self._moved = np.zeros(config.max_running, np.int64)  # [slots] rows that the target has, or will have
-        self._armed = np.zeros(config.max_running, np.bool_)
-        self._weights: deque[WeightMove] = deque()
-        self._plan_moves: list[Move] = []
-        self._plan_weights: list[tuple[int, int, int, int, int]] = []
 
     # What others ask
 
@@ -129,46 +126,22 @@ class Switcher:
 
     def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
         """([M, 6] int32, [K, 5] int64) for the next plan's `moves` and `weights`."""
-        moves = np.array(self._plan_moves, np.int32).reshape(-1, 6)
-        weights = np.array(self._plan_weights, np.int64).reshape(-1, 5)
-        self._plan_moves, self._plan_weights = [], []
-        return moves, weights
+        return self._movement.take()
 
     def armed(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool for a plan's rows."""
-        return self._armed[slots]
+        return self._movement.armed(slots)
 
     def late_moves(self, slot: np.ndarray, start: np.ndarray, count: np.ndarray, absorbed: np.ndarray) -> np.ndarray:
-        """[M, 6] int32: new rows of armed requests, for the ranks of their targets that do not compute them.
-
-        slot, start, count, absorbed [R] of the plan's rows. Where tokens are everywhere, every rank writes its own.
-        """
-        moves: list[Move] = []
-        if SPECS[self.layout].tokens is Tokens.EVERYWHERE:
-            return np.zeros((0, 6), np.int32)
-        size, num_ranks = self._config.page_tokens, self._config.num_ranks
-        for row in np.flatnonzero(self._armed[slot]).tolist():
-            entry = self._ledger.directory[self._ledger.slots.sequence(int(slot[row])).id]
-            assert entry.target is not None and entry.target_pages is not None
-            position, end = int(start[row]), int(start[row] + count[row])
-            while position < end:
-                page, first = divmod(position, size)
-                rows = min(size - first, end - position)
-                for move in page_moves(entry.placement, entry.target, page, 1, num_ranks):
-                    if absorbed[row] and move.target == entry.placement.home:
-                        continue  # a decode token is computed at home, which writes its own copy
-                    here, there = int(entry.pages[page, move.source]), int(entry.target_pages[page, move.target])
-                    moves.append((move.source, here, move.target, there, first, rows))
-                position += rows
-        if self._record is not None:
-            num_bytes = sum(move[5] for move in moves) * self._sizes.row_bytes
-            self._record.bytes_between_ranks["new_rows"] += num_bytes
-        return np.array(moves, np.int32).reshape(-1, 6)
+        """[M, 6] int32 for a plan with these rows, [R] each."""
+        return self._movement.late_moves(SPECS[self.layout].tokens, slot, start, count, absorbed, self._record)
 
     def opened(self, slot: int) -> None:
-        """A request was admitted. It has no rows yet, so with a second placement it is armed at once."""
-        self._moved[slot] = 0
-        self._armed[slot] = self.state in (State.MIGRATING, State.ARMED)
+        """A request was admitted, with a second placement if target_for gave it one."""
+        if self.state in (State.MIGRATING, State.ARMED):
+            self._movement.arm(slot)
+        else:
+            self._movement.disarm(slot)
 
     def abort(self, reason: str, *, sent: int, now: float) -> None:
         """The old layout goes on, and nothing else is tried. Only before the commit."""
@@ -198,7 +171,7 @@ class Switcher:
 
     def advance(self, *, step: int, sent: int, completed: int, now: float) -> None:
         """Go as far as can be gone now, and collect what plan `step` shall move before its rows run."""
-        self._plan_moves, self._plan_weights = [], []
+        self._movement.drop_planned()
         if self.state in ABORTABLE and now > self._deadline:
             self.abort(f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
         if self.state in (State.RETIRING, State.ABORTING) and completed >= self._drain:
@@ -244,7 +217,7 @@ class Switcher:
             targets = self._targets()
             need = np.zeros(self._config.num_ranks, np.int64)
             for slot, target in targets:
-                entry = directory[self._ledger.slots.sequence(slot).id]
+                entry = self._ledger.entry(slot)
                 need += directory.needed_by(entry.placement, target, 0, entry.num_pages)
             live = directory.live_pages()
             tighter = (need > live) | (directory.limits() < self._sizes.pages[SPECS[self.layout].residency])
@@ -258,6 +231,7 @@ class Switcher:
                 return  # pages that are leaving are in the way
             for slot, target in targets:
                 self._ledger.retarget(slot, target)
+                self._movement.arm(slot)
                 self._last_work = step  # ranks have to know the target tables before they are switched to
             self._retargeted = True
         pages = max(1, self._budget.bytes_per_step // self._sizes.page_bytes)
@@ -266,9 +240,8 @@ class Switcher:
             self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
         if not directory.top_held().any():
             residency = SPECS[self.layout].residency
-            self._weights = deque(weight_moves(residency, SPECS[self._goal.layout].residency, self._sizes))
-            live = self._ledger.live()
-            self._record.rows_to_move = int(self._ledger.slots.computed[live].sum())
+            self._movement.bring(weight_moves(residency, SPECS[self._goal.layout].residency, self._sizes))
+            self._record.rows_to_move = self._movement.rows_to_move
             self._machine.to(State.MIGRATING, sent, now, self._record)
 
     def _targets(self) -> list[tuple[int, Placement]]:
@@ -277,7 +250,7 @@ class Switcher:
         slots, holdings = self._ledger.live().tolist(), []
         for slot in slots:
             sequence = self._ledger.slots.sequence(slot)
-            entry = self._ledger.directory[sequence.id]
+            entry = self._ledger.entry(slot)
             final = num_pages(sequence.limit, self._config.page_tokens)
             holdings.append(Holding(sequence.id, entry.placement, entry.num_pages, final))
         limits = self._ledger.directory.limits()
@@ -285,62 +258,13 @@ class Switcher:
         return list(zip(slots, choose_targets(kind, holdings, limits, self._goal.owners), strict=True))
 
     def _migrate(self, step: int, sent: int, now: float) -> None:
-        """As much as the budget allows: rows of one request after the other, then heads."""
+        """As much as the budget allows."""
         assert self._record is not None
-        allowance = Allowance(self._budget.bytes_per_step, self._config.num_ranks)
-        slots = self._ledger.live()
-        for slot in slots[~self._armed[slots]].tolist():
-            self._move_rows(slot, allowance)
-        for _ in range(len(self._weights)):
-            if allowance.spent:
-                break
-            self._move_weights(self._weights.popleft(), allowance)
-        if self._plan_moves or self._plan_weights:
+        if self._movement.fill(self._budget.bytes_per_step, self._record):
             self._last_work = step
-        if not self._weights and self._armed[slots].all():
+        if self._movement.all_planned:
             self._last_work = max(self._last_work, sent)
             self._machine.to(State.ARMED, sent, now, self._record)
-
-    def _move_rows(self, slot: int, allowance: Allowance) -> None:
-        """Rows of one request, page by page, from where the last step left off; armed when none is left."""
-        assert self._record is not None
-        size, unit = self._config.page_tokens, self._sizes.row_bytes
-        entry = self._ledger.directory[self._ledger.slots.sequence(slot).id]
-        assert entry.target is not None and entry.target_pages is not None
-        rows, computed = int(self._moved[slot]), int(self._ledger.slots.computed[slot])
-        while rows < computed:
-            page, first = divmod(rows, size)
-            count = min(size - first, computed - rows)
-            moves = page_moves(entry.placement, entry.target, page, 1, self._config.num_ranks)
-            if moves:
-                source, targets = moves[0].source, [move.target for move in moves]
-                count = min(count, allowance.room(source, targets, unit))
-                if count <= 0:
-                    break
-                allowance.spend(source, targets, count * unit)
-                here = int(entry.pages[page, source])
-                for target in targets:
-                    there = int(entry.target_pages[page, target])
-                    self._plan_moves.append((source, here, target, there, first, count))
-                self._record.bytes_between_ranks["pages"] += count * unit * len(targets)
-            rows += count
-        self._record.rows_moved += rows - int(self._moved[slot])
-        self._moved[slot] = rows
-        self._armed[slot] = rows == computed
-
-    def _move_weights(self, move: WeightMove, allowance: Allowance) -> None:
-        """The first part of `move` that the budget allows; the rest goes back to wait."""
-        assert self._record is not None
-        room = allowance.room(move.source, [move.target], self._sizes.itemsize)
-        count = min(move.end - move.begin, room)
-        if count > 0:
-            num_bytes = count * self._sizes.itemsize
-            allowance.spend(move.source, [move.target], num_bytes)
-            self._plan_weights.append((move.source, move.target, move.tensor, move.begin, move.begin + count))
-            self._record.bytes_between_ranks["weights"] += num_bytes
-        if move.begin + count < move.end:
-            rest = WeightMove(move.source, move.target, move.tensor, move.begin + count, move.end)
-            self._weights.append(rest)
 
     def _commit(self, sent: int, now: float) -> None:
         """The next plan is the first of the new layout."""
@@ -366,10 +290,7 @@ class Switcher:
     def _forget(self) -> None:
         self._goal = None
         self._retargeted = False
-        self._weights.clear()
-        self._armed[:] = False
-        self._moved[:] = 0
-        self._plan_moves, self._plan_weights = [], []
+        self._movement.forget()
 
     def _set_limits(self, residency: Residency) -> None:
         pools = self._ledger.directory.pools

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
-from splash_trt.layout.spec import Residency
+from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.migration.diff import Sizes
 from splash_trt.plan import LAST_SAMPLED, SAMPLE, Plan, StepResult, decode, encode
 from splash_trt.request import Request, SamplingParams
 from splash_trt.scheduler.scheduler import Scheduler
-from tests.oracles.simulated_ranks import VOCAB, Outputs, SimulatedRanks
+from splash_trt.scheduler.switcher import Switcher
+from tests.oracles.simulated_ranks import VOCAB, Outputs, SimulatedRanks, Traffic
 
 EOS = 3
 
@@ -26,17 +27,10 @@ def request(name: str, prompt: int | tuple[int, ...] = 4, max_tokens: int = 8, *
     return Request(id=name, prompt=ids, sampling=SamplingParams(max_tokens=max_tokens, **more), **fields)
 
 
-def new_scheduler(config: EngineConfig, pages: tuple[int, ...], request_tokens: int, max_context: int) -> Scheduler:
+def new_scheduler(config: EngineConfig, sizes: Sizes, request_tokens: int, max_context: int) -> Scheduler:
     return Scheduler(
         config,
-        sizes=Sizes(
-            page_tokens=config.page_tokens,
-            row_bytes=64,
-            itemsize=4,
-            heads=(1,) * config.num_ranks,
-            head_numbers=(100, 7),
-            pages=dict.fromkeys(Residency, pages),
-        ),
+        sizes=sizes,
         request_tokens=request_tokens,
         vocab_size=VOCAB,
         max_context=max_context,
@@ -62,33 +56,59 @@ def longest_request(layout: Layout, pages: tuple[int, ...]) -> int:
 
 
 class CheckedScheduler:
-    """Steps as the orchestrator does. `outputs` has what came back; every plan so far is in `plans`."""
+    """Steps as the orchestrator does. `outputs` has what came back; every plan so far is in `plans`.
+
+    pages: of each rank while it has its own heads only; full_pages: while it has all heads (None: as many).
+    """
 
     def __init__(
         self,
         pages: tuple[int, ...] = (64,),
         *,
+        full_pages: tuple[int, ...] | None = None,
+        heads: tuple[int, ...] | None = None,
         layout: Layout = Layout.TP,
         max_context: int = 1 << 20,
         plans_in_flight: int = 2,
         **config: Any,
     ) -> None:
         config = {"page_tokens": 4, "max_batch_tokens": 32, "max_running": 8, **config}
-        self.config = EngineConfig(
-            num_ranks=len(pages), layout=layout, plans_in_flight=plans_in_flight, **config
+        self.config = EngineConfig(num_ranks=len(pages), layout=layout, plans_in_flight=plans_in_flight, **config)
+        self.sizes = Sizes(
+            page_tokens=self.config.page_tokens,
+            row_bytes=64,
+            itemsize=4,
+            heads=heads or (1,) * len(pages),
+            head_numbers=(100, 7),
+            pages={Residency.SHARD: pages, Residency.FULL: full_pages or pages},
         )
-        self.capacity_pages = longest_request(layout, pages)
+        self.capacity_pages = min(
+            longest_request(each, self.sizes.pages[SPECS[each].residency]) for each in self.config.allowed_layouts
+        )
         self.request_tokens = self.capacity_pages * self.config.page_tokens
-        self.scheduler = new_scheduler(self.config, pages, self.request_tokens, max_context)
+        self.scheduler = new_scheduler(self.config, self.sizes, self.request_tokens, max_context)
         self.max_context = max_context
-        self.ranks = SimulatedRanks(self.config)
+        self.ranks = SimulatedRanks(self.config, self.sizes)
         self.outputs = Outputs()
         self.plans: list[Plan] = []
+        self.traffic: list[Traffic] = []
+        """Of each plan."""
         self.preemptions = 0
+        self.failing: dict[int, str] = {}
+        """Ranks whose copies go wrong in the plans to come, with what they will say."""
         self._in_flight: deque[tuple[StepResult, set[tuple[int, int, int]]]] = deque()
         self._decoding: set[int] = set()  # seeds whose rows of the last plan were sampled from
         self._requests: dict[int, Request] = {}  # by seed
         self._started: set[int] = set()  # seeds of requests that have held cache
+        self._at = (0, layout)  # epoch and layout of the last plan
+
+    @property
+    def switcher(self) -> Switcher:
+        return self.scheduler.switcher
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
 
     def add(self, *requests: Request, now: float = 0.0) -> None:
         for r in requests:
@@ -111,18 +131,28 @@ class CheckedScheduler:
 
     def step(self, now: float = 0.0) -> Plan | None:
         """One turn of the orchestrator's loop."""
+        plan = self.schedule(now)
+        if self._in_flight and (plan is None or len(self._in_flight) == self.config.plans_in_flight):
+            self.complete()
+        return plan
+
+    def schedule(self, now: float = 0.0) -> Plan | None:
+        """The first half of a turn: a plan, which the ranks execute at once."""
         self.outputs.take(self.scheduler.expire(now))
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(now)
         short = bool((self.scheduler.directory.free_pages() == 0).any())
         self._check_decodes(plan, short)
         if plan is not None:
             plan = decode(encode(plan))
             self._check(plan)
             self.plans.append(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) == self.config.plans_in_flight):
-            self.outputs.take(self.scheduler.complete(self._in_flight.popleft()[0]))
         self.scheduler.directory.check()
         return plan
+
+    def complete(self) -> None:
+        """The second half: the oldest result comes back."""
+        self.outputs.take(self.scheduler.complete(self._in_flight.popleft()[0]))
+        self.scheduler.directory.check()
 
     def run(self, max_steps: int = 2000) -> int:
         """Step until idle; the number of steps. Fails when max_steps are not enough."""
@@ -136,6 +166,14 @@ class CheckedScheduler:
             f"{self.scheduler.num_waiting} waiting, free pages {self.scheduler.directory.free_pages()}"
         )
 
+    def settle(self, max_steps: int = 2000, now: float = 0.0) -> int:
+        """Step until no switch is under way or waits to begin; the number of steps."""
+        for count in range(max_steps):
+            if not self.switcher.busy:
+                return count
+            self.step(now)
+        raise AssertionError(f"still {self.switcher.state.value} after {max_steps} steps: {self.switcher.record}")
+
     def _check(self, plan: Plan) -> None:
         config = self.config
         assert len(set(plan.slot.tolist())) == plan.num_rows, "two rows of one request"
@@ -143,17 +181,43 @@ class CheckedScheduler:
         assert plan.num_tokens <= config.max_batch_tokens
         assert self.scheduler.num_running <= config.max_running and (plan.slot < config.max_running).all()
         assert plan.bucket == plan.counts.max() and len(plan.counts) == config.num_ranks
-        everywhere = config.layout in (Layout.TP, Layout.DOP)
+        everywhere = plan.layout in (Layout.TP, Layout.DOP)
         assert plan.counts.sum() == plan.num_tokens * (config.num_ranks if everywhere else 1)
         assert (np.diff(plan.want_index) > 0).all()
-        result = self.ranks.execute(plan)
-        users = self._users(plan)
+        self._check_switch(plan)
+        result = self.ranks.execute(plan, self.failing)
+        self._check_budget()
+        users = self.ranks.touched | self._users(plan)
         named = {(rank, page): seed for rank, page, seed in users}
         assert len(named) == len(users), "two requests of one plan share a page"
         for _, earlier in self._in_flight:
             for rank, page, seed in earlier:
                 assert named.get((rank, page), seed) == seed, "a page of a plan in flight has a new user"
         self._in_flight.append((result, users))
+
+    def _check_switch(self, plan: Plan) -> None:
+        """The layout changes with the epoch only, and the first plan of an epoch copies nothing.
+
+        Unless the next switch has begun in it already, which takes that nothing ran since the commit.
+        """
+        epoch, layout = self._at
+        if plan.epoch == epoch:
+            assert plan.layout is layout, "another layout in the same epoch"
+        else:
+            assert plan.epoch > epoch, "an epoch came back"
+            copies = len(plan.moves) + len(plan.late_moves) + len(plan.weights)
+            assert plan.attempt or not copies and not plan.armed.any(), "a layout begins with copies"
+        assert plan.attempt or not (plan.armed.any() or len(plan.late_moves) or len(plan.weights))
+        self._at = (plan.epoch, plan.layout)
+
+    def _check_budget(self) -> None:
+        """No rank sends or receives more rows and heads for a switch than its budget; new rows come on top."""
+        traffic = self.ranks.traffic
+        between = traffic.rows - np.diag(np.diag(traffic.rows))
+        num_bytes = between * self.sizes.row_bytes + traffic.weights * self.sizes.itemsize
+        budget = self.switcher.budget_bytes
+        assert (num_bytes.sum(axis=0) <= budget).all() and (num_bytes.sum(axis=1) <= budget).all(), (num_bytes, budget)
+        self.traffic.append(traffic)
 
     def _users(self, plan: Plan) -> set[tuple[int, int, int]]:
         """(rank, page, seed) of all rows."""
