@@ -85,8 +85,8 @@ class EngineConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{field}: {value!r} is not a whole number from {low} to {high}")
-        if self.max_context is not None and self.max_context < 1:
-            raise ValueError(f"max_context: {self.max_context} is not a positive number of tokens")
+        if self.max_context is not None and not (isinstance(self.max_context, int) and self.max_context >= 1):
+            raise ValueError(f"max_context: {self.max_context!r} is not a positive whole number of tokens")
         for field in ("step_deadline_s", "switch_deadline_s"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is not a positive number of seconds")

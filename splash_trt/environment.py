@@ -18,6 +18,11 @@ def mpi_rank() -> int:
     return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 
 
+def mpi_size() -> int:
+    """Ranks of this mpirun; 1 elsewhere."""
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+
+
 def for_child() -> dict[str, str]:
     """This environment for a process that is no rank: one that inherited a rank's variables would take them for its
     own and disturb the run."""

@@ -119,10 +119,16 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Raises msgspec.ValidationError (a ValueError) for anything that is not one of these messages."""
-    return _to_engine.decode(data)
+    """Raises ValueError for anything that is not one of these messages."""
+    try:
+        return _to_engine.decode(data)
+    except RecursionError:
+        raise ValueError("a message nests too deeply") from None
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Raises msgspec.ValidationError (a ValueError) for anything that is not one of these messages."""
-    return _from_engine.decode(data)
+    """Raises ValueError for anything that is not one of these messages."""
+    try:
+        return _from_engine.decode(data)
+    except RecursionError:
+        raise ValueError("a message nests too deeply") from None

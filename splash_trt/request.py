@@ -66,6 +66,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # higher goes first
     deadline_s: float | None = None  # seconds from arrival after which the request is cancelled
 
+    def __post_init__(self) -> None:
+        ok = self.deadline_s is None or self.deadline_s > 0
+        _check(ok, "deadline_s", self.deadline_s, "a positive number of seconds")
+
     @property
     def seed(self) -> int:
         """The seed that keys this request's sampling noise: the user's, or one that depends on the id alone."""
@@ -76,7 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, vocab_size: int, max_context: int) -> None:
         """Raise ValueError when this model cannot take the prompt."""
         _check(len(self.prompt) >= 1, "prompt", "[]", "at least one token")
-        bad = next((i for i in self.prompt if not 0 <= i < vocab_size), None)
+        bad = next((i for i in self.prompt if not (isinstance(i, int) and 0 <= i < vocab_size)), None)
         _check(bad is None, "prompt", bad, f"token ids from 0 to {vocab_size - 1}")
         room = f"at most {max_context - 1} tokens, so that one more fits the context of {max_context}"
         if len(self.prompt) >= max_context:

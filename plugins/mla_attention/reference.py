@@ -51,11 +51,14 @@ def mla_decode(
     step = max(1, MAX_GATHERED // (used * page_tokens * width))
     for begin in range(0, n, step):
         part = slice(begin, begin + step)
-        rows = pages[tables[part, :used].clamp(min=0)].flatten(1, 2).to(dtype)  # [m, C, W]
-        hidden = position >= length[part, None]  # [m, C]
-        rows.masked_fill_(hidden[..., None], 0)  # stale bytes may be NaN
+        taken = tables[part, :used].clamp(min=0)
+        rows = pages.index_select(0, taken.flatten()).view(len(taken), -1, width).to(dtype)  # [m, C, W]
+        shortest = int(length[part].min())  # up to there every query sees every row
+        hidden = position[shortest:] >= length[part, None]  # [m, C - shortest]
+        rows[:, shortest:].masked_fill_(hidden[..., None], 0)  # stale bytes may be NaN
         scores = torch.bmm(q[part].to(dtype), rows.transpose(1, 2)) * scale
-        probability, lse[part] = _softmax(scores.masked_fill_(hidden[:, None], -torch.inf))
+        scores[..., shortest:].masked_fill_(hidden[:, None], -torch.inf)
+        probability, lse[part] = _softmax(scores)
         out[part] = torch.bmm(probability, rows[..., :latent])
     return out, lse
 

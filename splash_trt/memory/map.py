@@ -94,6 +94,15 @@ def request_tokens(model: ModelConfig, config: EngineConfig) -> int:
     return min(capacity(model, config, layout).request_tokens for layout in config.allowed_layouts)
 
 
+DEFAULT_CACHE_BYTES = 512 << 20
+
+
+def default_memory_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """What a rank's arena needs for all heads on every rank and DEFAULT_CACHE_BYTES of cache; config's own is ignored."""
+    maps = [memory_map(model, config, rank) for rank in range(config.num_ranks)]
+    return max(m.workspace_bytes + m.own_bytes + m.others_bytes for m in maps) + DEFAULT_CACHE_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
     """What one layout's cache holds. Both figures are published: per rank and in total are easily confused."""

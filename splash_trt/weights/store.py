@@ -24,7 +24,8 @@ class WeightStore:
         self._own_block = own_block(model, rank, num_ranks, itemsize)
         self._others_block = others_block(model, rank, num_ranks, itemsize)
         self.own = self._views(arena, self._own_block, arena.sizes.own_offset)
-        self.others = self._views(arena, self._others_block, arena.sizes.others_offset)
+        fits = arena.sizes.num_pages(Residency.FULL) > 0  # else no layout of this deployment needs it
+        self.others = self._views(arena, self._others_block, arena.sizes.others_offset) if fits else {}
         self.residency = Residency.SHARD
         self._rank = rank
         self._heads = heads_of(model, num_ranks)

@@ -53,7 +53,7 @@ REQUESTS = st.builds(
     prompt=st.lists(IDS, max_size=8).map(tuple),
     sampling=SAMPLING,
     priority=st.integers(-(2**63), 2**63 - 1),
-    deadline_s=st.none() | st.floats(allow_nan=False),
+    deadline_s=st.none() | st.floats(min_value=0, exclude_min=True, allow_nan=False),
 )
 TO_ENGINE = st.one_of(
     st.builds(Submit, REQUESTS),
@@ -135,3 +135,8 @@ def test_sampling_parameters_are_checked_on_arrival() -> None:
     assert good.count(b"\x4d") == 1
     with pytest.raises(ValueError, match="max_tokens"):
         link.decode_to_engine(good.replace(b"\x4d", b"\x00"))
+
+
+def test_deep_nesting_is_refused_like_any_other_garbage() -> None:
+    with pytest.raises(ValueError, match="nests too deeply"):
+        link.decode_to_engine(b"\x91" * 1_000_000 + b"\xc0")

@@ -99,3 +99,14 @@ def test_prompts_that_a_model_cannot_take(prompt: tuple[int, ...], words: str) -
 @pytest.mark.parametrize("prompt", [(0,), (99,), (1,) * 7])
 def test_prompts_at_the_ends_of_what_a_model_takes(prompt: tuple[int, ...]) -> None:
     _request(prompt).check(vocab_size=100, max_context=8)
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_deadlines_are_positive(deadline: float) -> None:
+    with pytest.raises(ValueError, match="deadline_s"):
+        Request(id="a", prompt=(1,), sampling=SamplingParams(), deadline_s=deadline)
+
+
+def test_a_token_id_is_a_whole_number() -> None:
+    with pytest.raises(ValueError, match="prompt.*1.5"):
+        Request(id="a", prompt=(1.5,), sampling=SamplingParams()).check(10, 10)  # type: ignore[arg-type]
