@@ -1,0 +1,275 @@
+"""The frontend's end of the link to rank 0: sends requests, hands what comes back to those who wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from splash_trt import link
+from splash_trt.frontend.errors import ApiError, unavailable
+from splash_trt.link import (
+    Cancel,
+    Frames,
+    FromEngine,
+    LayoutReply,
+    Ready,
+    SetLayout,
+    Shutdown,
+    Status,
+    Submit,
+    SwitchReport,
+    ToEngine,
+)
+from splash_trt.request import Request, TokenDelta
+
+log = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for a Unix socket
+LAST_FRAMES_S = 0.05  # what the engine said last is still being read when its end is noticed
+LINGER_MS = 500
+
+
+class Listener(Protocol):
+    """Told of what concerns no single request."""
+
+    def on_frames(self, frames: Frames) -> None: ...
+
+    def on_switch(self, report: SwitchReport) -> None: ...
+
+    def on_restart(self) -> None:
+        """Another engine than before answers; it counts everything from the start."""
+
+
+class Mailbox:
+    """What has come for the requests of one client, in order. One task takes from it."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, TokenDelta]] = []
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, index: int, delta: TokenDelta) -> None:
+        """index: which of the client's requests it is for."""
+        self._items.append((index, delta))
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """`take` raises it once everything that came before is taken."""
+        self._error = self._error or error
+        self._wake()
+
+    async def take(self) -> list[tuple[int, TokenDelta]]:
+        """All that has come since the last call, at least one item."""
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass
+class Route:
+    """Where a request's tokens go."""
+
+    mailbox: Mailbox
+    index: int
+    started: bool = False
+    """Its first token has come."""
+
+
+class EngineClient:
+    """Speaks with one engine at a time; messages of an incarnation other than the last Ready's are dropped.
+
+    `lost` is set when an engine that was ready is gone. Use it from one event loop, between `start` and `close`.
+    """
+
+    def __init__(self, address: str, listener: Listener) -> None:
+        """address: "ipc:///path/of/socket"; the engine may bind it later."""
+        path = address.removeprefix("ipc://")
+        if path == address or not path:
+            raise ValueError(f"engine: {address!r} is not an address of the form ipc:///path/of/socket")
+        if len(path.encode()) > MAX_SOCKET_PATH:
+            raise ValueError(f"engine: {path!r} is longer than {MAX_SOCKET_PATH} bytes; use a shorter path")
+        self._address = address
+        self._listener = listener
+        self._routes: dict[str, Route] = {}
+        self._replies: dict[int, asyncio.Future[LayoutReply]] = {}
+        self._tokens = itertools.count(1)
+        self._num_unstarted = 0
+        self._connected = False
+        self._busy_since = 0.0
+        self._last_frames = 0.0
+        self.ready: Ready | None = None
+        self.status: Status | None = None
+        self.lost = asyncio.Event()
+
+    def start(self) -> None:
+        """Connects in the background."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the number of requests, which the server bounds
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # a frame that is dropped would be tokens that a client never sees
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._address)
+        self.tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        """They end only with `close`, or by an exception, which is a bug."""
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=LINGER_MS)
+        self._context.term()
+
+    @property
+    def alive(self) -> bool:
+        """The engine is there and has said what it serves."""
+        return self._connected and self.ready is not None
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests that wait for their first token. Counts what was sent a moment ago, as the status does not."""
+        return self._num_unstarted
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._routes)
+
+    def silent_s(self) -> float:
+        """Seconds since the engine last told of a step while it had work; 0 if it has none."""
+        if not self._has_work():
+            return 0.0
+        return time.monotonic() - max(self._busy_since, self._last_frames)
+
+    def submit(self, request: Request, mailbox: Mailbox, index: int) -> None:
+        """ApiError (503) while there is no engine. The id must be new."""
+        if not self.alive:
+            raise unavailable("the engine is not ready yet", "engine_not_ready")
+        assert request.id not in self._routes, request.id
+        if not self._has_work():
+            self._busy_since = time.monotonic()
+        self._routes[request.id] = Route(mailbox, index)
+        self._num_unstarted += 1
+        self._send(Submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        """No more will come for this request. Does nothing if it has ended."""
+        if self._drop(request_id) is not None:
+            self._send(Cancel(request_id))
+
+    async def set_layout(self, layout: str, pin: bool) -> LayoutReply:
+        """The engine's answer; it comes between two steps."""
+        if not self.alive:
+            raise unavailable("the engine is not ready yet", "engine_not_ready")
+        token = next(self._tokens)
+        reply = self._replies[token] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(SetLayout(token, layout, pin))
+            return await reply
+        finally:
+            del self._replies[token]
+
+    def shut_down_engine(self) -> None:
+        self._send(Shutdown(drain=False))
+
+    def fail_all(self, error: ApiError) -> None:
+        """Every request that is under way ends with this error."""
+        for request_id in list(self._routes):
+            route = self._drop(request_id)
+            assert route is not None
+            route.mailbox.fail(error)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    def _has_work(self) -> bool:
+        status = self.status
+        return bool(self._routes) or (status is not None and status.running + status.waiting > 0)
+
+    def _send(self, message: ToEngine) -> None:
+        self._socket.send(link.encode(message))
+
+    def _drop(self, request_id: str) -> Route | None:
+        route = self._routes.pop(request_id, None)
+        if route is not None and not route.started:
+            self._num_unstarted -= 1
+        return route
+
+    async def _receive(self) -> None:
+        while True:
+            data = (await self._socket.recv_multipart())[-1]
+            try:
+                message = link.decode_from_engine(data)
+            except (ValueError, RecursionError) as error:
+                log.warning("ignored what the engine sent: %s", error)
+                continue
+            self._take(message)
+            # A receive that need not wait does not yield, and an engine ahead of us would starve those who write.
+            await asyncio.sleep(0)
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Ready):
+            self._take_ready(message)
+        elif self.ready is None or message.incarnation != self.ready.incarnation:
+            log.warning("dropped a %s of another engine than the present one", type(message).__name__)
+        elif isinstance(message, Frames):
+            self._take_frames(message)
+        elif isinstance(message, SwitchReport):
+            self._listener.on_switch(message)
+        else:
+            reply = self._replies.get(message.token)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+
+    def _take_ready(self, ready: Ready) -> None:
+        if self.ready is not None and self.ready.incarnation != ready.incarnation:
+            self.fail_all(ApiError("the engine was started anew", status=500, code="engine_restarted"))
+            self.status = None
+            self._listener.on_restart()
+        self.ready = ready
+
+    def _take_frames(self, frames: Frames) -> None:
+        self.status = frames.status
+        if frames.num_tokens or frames.deltas:
+            self._last_frames = time.monotonic()
+        for delta in frames.deltas:
+            route = self._routes.get(delta.request_id)
+            if route is None:
+                continue  # cancelled by us a moment ago
+            if not route.started and delta.tokens:
+                route.started = True
+                self._num_unstarted -= 1
+            if delta.finish is not None:
+                self._drop(delta.request_id)
+            route.mailbox.put(route.index, delta)
+        self._listener.on_frames(frames)
+
+    async def _watch(self) -> None:
+        """Says hello on every new connection, and notices when the engine goes."""
+        while True:
+            event = await recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+                self._socket.send(b"")
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._connected = False
+                if self.ready is not None:
+                    await asyncio.sleep(LAST_FRAMES_S)
+                    self.fail_all(ApiError("the engine ended", status=500, code="engine_ended"))
+                    self.lost.set()

@@ -1,0 +1,46 @@
+"""Errors in the form that OpenAI's API gives them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import msgspec
+
+_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """What a client is told. `param` names the field at fault; `retry_after_s` becomes a Retry-After header."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, error: ValueError) -> ApiError:
+        """From one worded "field: what is wrong", as the project's ValueErrors are."""
+        message = str(error)
+        field, colon, _ = message.partition(":")
+        return cls(message, param=field if colon and field.isidentifier() else None)
+
+    def body(self) -> bytes:
+        """JSON."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, default)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """The server cannot take requests now; it may be able to soon."""
+    return ApiError(message, status=503, code=code, retry_after_s=1)

@@ -1,0 +1,85 @@
+"""One HTTP request in the engine: its prompts go in, their answers grow, what is left over is cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from splash_trt.frontend.engine_client import EngineClient, Mailbox
+from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.metrics import Metrics
+from splash_trt.frontend.responses import usage
+from splash_trt.frontend.stream import Answer
+from splash_trt.request import FinishReason, Request, TokenDelta
+
+
+class Generation:
+    """One engine request for each prompt. Call `close` when done with it, whatever happened."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        requests: Sequence[Request],
+        new_answer: Callable[[], Answer],
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._requests = requests
+        self._mailbox = Mailbox()
+        self._began = time.monotonic()
+        self._first: list[float | None] = [None] * len(requests)
+        self._open = set(range(len(requests)))
+        self.answers = [new_answer() for _ in requests]
+
+    def submit(self) -> None:
+        """ApiError if there is no engine."""
+        for index, request in enumerate(self._requests):
+            self._engine.submit(request, self._mailbox, index)
+            self._metrics.on_prompt(len(request.prompt))
+
+    async def run(self) -> AsyncIterator[list[int]]:
+        """Yields the indices of the answers that grew, until all are complete. ApiError if the engine fails."""
+        while self._open:
+            grown: dict[int, None] = {}
+            for index, delta in await self._mailbox.take():
+                if index in self._open:
+                    self._add(index, delta)
+                    grown[index] = None
+            yield list(grown)
+
+    def counts(self) -> dict[str, int]:
+        """As "usage" in the response."""
+        return usage(sum(len(r.prompt) for r in self._requests), sum(a.num_tokens for a in self.answers))
+
+    def close(self) -> None:
+        """Cancels what is not complete: the client went away, or something failed."""
+        for index in self._open:
+            self._engine.cancel(self._requests[index].id)
+            self._metrics.on_end("cancelled")
+        self._open.clear()
+
+    def _add(self, index: int, delta: TokenDelta) -> None:
+        if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
+            self._open.discard(index)
+            self._metrics.on_end("error")
+            why = delta.error or "the engine cancelled the request"
+            raise ApiError(why, status=500, code=f"engine_{delta.finish.value}")
+        answer, now = self.answers[index], time.monotonic()
+        before = answer.num_tokens
+        answer.add(delta)
+        self._metrics.on_tokens(answer.num_tokens - before)
+        if self._first[index] is None and answer.num_tokens:
+            self._first[index] = now
+            self._metrics.ttft_s.observe(now - self._began)
+        if answer.finish is not None:
+            self._open.discard(index)
+            self._engine.cancel(self._requests[index].id)  # a stop string, of which the engine knows nothing
+            self._observe_end(index, now)
+
+    def _observe_end(self, index: int, now: float) -> None:
+        answer, first = self.answers[index], self._first[index]
+        self._metrics.on_end(str(answer.finish))
+        self._metrics.request_s.observe(now - self._began)
+        if first is not None and answer.num_tokens > 1:
+            self._metrics.tpot_s.observe((now - first) / (answer.num_tokens - 1))

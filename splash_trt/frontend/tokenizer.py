@@ -1,0 +1,217 @@
+"""Text to token ids and back: tokenizer.json, the model's chat template, and detokenising a token at a time."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import tokenizers
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from splash_trt.frontend.errors import ApiError
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Text of a growing sequence of ids. All that it returns, joined, is the text of the whole sequence."""
+
+    def push(self, token: int) -> str:
+        """What became certain with this token. Bytes that may yet become a character are held back."""
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence: a replacement character for an unfinished one."""
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies, where each token is a string of bytes. token_bytes: id -> its bytes."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._token_bytes(token))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other vocabulary: decodes a window of the last ids, which starts where text was last certain.
+
+    The window keeps the ids before that, since how a token is written can depend on the one before it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._num_read = 0  # ids of the window whose text went out
+        self._read = ""
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if len(text) <= len(self._read) or text.endswith(REPLACEMENT):
+            return ""
+        new = text[len(self._read) :]
+        del self._ids[: self._num_read]
+        self._num_read = len(self._ids)
+        self._read = self._decode(self._ids)
+        return new
+
+    def flush(self) -> str:
+        return self._decode(self._ids)[len(self._read) :] if self._ids else ""
+
+
+class Tokenizer:
+    """The vocabulary in `folder`/tokenizer.json, and the chat template beside it, if there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        """ValueError names the file that is missing or broken."""
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"tokenizer: {path} cannot be read: {error.strerror}") from None
+        except Exception as error:  # the package raises plain Exceptions
+            raise ValueError(f"tokenizer: {path} is not a tokenizer: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, entry in added.items() if entry.special}
+        self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}
+        self._template = ChatTemplate.load(folder)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with what the model wants around it (a begin-of-text token, say)."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a chat up to where the answer begins. ApiError if the template refuses it."""
+        if self._template is None:
+            raise ApiError(
+                "messages: this model has no chat template; use /v1/completions, or put chat_template.jinja beside"
+                " tokenizer.json",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
+
+    def detokenizer(self) -> Detokenizer:
+        """Special tokens have no text."""
+        return ByteDetokenizer(self.token_bytes) if self._is_byte_level else WindowDetokenizer(self._decode)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to the text; nothing for special tokens and ids without a token."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = b"" if token in self._special else self._spelled(token)
+        return known
+
+    def token_name(self, token: int) -> str:
+        """How log-probabilities name a token: its text, or its bytes where they are no text by themselves."""
+        spelled = self._spelled(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def _spelled(self, token: int) -> bytes:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if not self._is_byte_level:
+            return (name if token in self._special else self._decode([token])).encode()
+        # As the package's decoder does: a token with a character that stands for no byte is text itself.
+        if all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        return name.encode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level vocabularies write printable bytes as themselves and the n-th other one as U+0100 + n."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+
+
+class TemplateRefusal(TemplateError):
+    """The template called raise_exception."""
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, run in a sandbox: it comes from a file that somebody else wrote."""
+
+    def __init__(self, source: str, names: dict[str, str]) -> None:
+        """names: bos_token and the like. ValueError if the source is no template."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        self._names = names
+        try:
+            self._template: Template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"chat_template: {error}") from None
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """From chat_template.jinja, else from tokenizer_config.json; None if neither has one."""
+        config = _read_json(folder / "tokenizer_config.json")
+        names = {}
+        for name, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                names[name] = text
+        file, source = folder / "chat_template.jinja", config.get("chat_template")
+        if file.exists():
+            source = file.read_text(encoding="utf-8")
+        if isinstance(source, list):  # several, by name
+            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        return cls(source, names) if isinstance(source, str) else None
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
+        except TemplateRefusal as refusal:
+            raise ApiError(f"messages: {refusal}", param="messages") from None
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # It expects something of the messages that they lack.
+            message = f"messages: the model's chat template cannot take them: {error}"
+            raise ApiError(message, param="messages") from None
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own escapes for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An absent file is an empty one."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"tokenizer: {path} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
