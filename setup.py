@@ -32,6 +32,16 @@ INSTALL_REQUIRES = [
     "mpi4py>=4.1",
     # The command line.
     "click>=8.1",
+    # HTTP for the frontend: a server with one C parser and streaming, and no framework around it.
+    "aiohttp>=3.11",
+    # Messages between frontends and rank 0 over a Unix socket, which outlives either side's restart.
+    "pyzmq>=26",
+    # Text to token ids and back, from a checkpoint's tokenizer.json.
+    "tokenizers>=0.21",
+    # Checkpoints' chat templates, which are written in it; run in its sandbox.
+    "jinja2>=3.1",
+    # Metrics in Prometheus's text format.
+    "prometheus-client>=0.20",
 ]
 
 EXTRAS_REQUIRE = {
@@ -53,6 +63,8 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.4",
         "hypothesis>=6.100",
         "psutil>=6",
+        # The client that most users of the HTTP API have.
+        "openai>=1.60",
         # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the
         # last release for 3.10.
         "transformers==5.24.0; python_version >= '3.11'",
