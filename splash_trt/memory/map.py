@@ -98,7 +98,7 @@ DEFAULT_CACHE_BYTES = 512 << 20
 
 
 def default_memory_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """What a rank's arena needs for all heads on every rank and DEFAULT_CACHE_BYTES of cache; config's own is ignored."""
+    """What a rank's arena needs for all heads on every rank and DEFAULT_CACHE_BYTES of cache."""
     maps = [memory_map(model, config, rank) for rank in range(config.num_ranks)]
     return max(m.workspace_bytes + m.own_bytes + m.others_bytes for m in maps) + DEFAULT_CACHE_BYTES
 

@@ -139,4 +139,4 @@ def test_sampling_parameters_are_checked_on_arrival() -> None:
 
 def test_deep_nesting_is_refused_like_any_other_garbage() -> None:
     with pytest.raises(ValueError, match="nests too deeply"):
-        link.decode_to_engine(b"\x91" * 1_000_000 + b"\xc0")
+        link.decode_to_engine(b"\x83\xa4type\xa6Cancel\xaarequest_id\xa1a\xa1x" + b"\x91" * 1_000_000 + b"\xc0")
