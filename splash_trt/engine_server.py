@@ -94,6 +94,8 @@ class EngineServer:
         self._clients.add(client)
         if message is None:
             self._link.send(client, self._ready)
+            # An idle engine has no step to tell of, and a frontend should know the layout all the same.
+            self._link.send(client, self._frames(Turn(), ()))
         elif isinstance(message, Submit):
             self._submit(client, message.request)
         elif isinstance(message, Cancel):
@@ -133,6 +135,8 @@ class EngineServer:
         except ValueError as refusal:
             error = str(refusal)
         self._link.send(client, LayoutReply(self._ready.incarnation, message.token, error))
+        if error is None:
+            self._tell(Turn())  # the mode may have changed, and an idle engine takes no step
 
     def _answer(self, deltas: list[TokenDelta]) -> None:
         self._tell(Turn(deltas=deltas))

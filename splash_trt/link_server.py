@@ -18,7 +18,7 @@ class LinkServer:
     """address: "ipc:///path/of/socket". A client's first message is empty: it says hello and gets a Ready.
 
     Never blocks but in `poll`. Bytes that are no message are logged and ignored; frames for a client that went away
-    vanish.
+    vanish, and those for one that does not read are dropped with a warning.
     """
 
     def __init__(self, address: str) -> None:
@@ -26,6 +26,8 @@ class LinkServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        # Else a full queue would drop without a word.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms: the last frames may still be on their way at the end
         self._socket.bind(address)
         self._poller = zmq.Poller()
@@ -46,7 +48,7 @@ class LinkServer:
                 continue
             try:
                 messages.append((client, link.decode_to_engine(parts[-1] if parts else b"")))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 log.warning("ignored what a frontend sent: %s", error)
 
     def send(self, client: bytes, message: FromEngine) -> None:
@@ -54,6 +56,9 @@ class LinkServer:
             self._socket.send_multipart([client, link.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             log.warning("a frontend does not read: a message for it was dropped")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it went away
+                raise
 
     def close(self) -> None:
         self._socket.close()
