@@ -1,0 +1,96 @@
+"""Ranks with little or nothing to do, and contexts that grow for long: against the oracle, with the step's own plans
+as the witness that the case is the one meant."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.layouts.harness import (
+    LAYOUTS,
+    Models,
+    Result,
+    check_tokens,
+    differences,
+    greedy,
+    random_prompts,
+    serve,
+    worst_difference,
+)
+
+BOUND = 1e-8
+
+
+def idle_ranks(result: Result, ranks: int, prefill: bool) -> int:
+    """Rank-steps without a token of their own: none computed here (DP, CP), no request owned (DOP).
+
+    prefill: count steps that hold a prompt's tokens, else those of decodes alone.
+    """
+    total = 0
+    for plan in result.plans:
+        if bool((plan.start == 0).any()) == prefill:
+            total += ranks - len(np.unique(plan.home)) if plan.layout.name == "DOP" else int((plan.counts == 0).sum())
+    return total
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [*((layout, 3) for layout in LAYOUTS), ("dp", 4), ("cp", 2), ("dop", 4)])
+def test_a_rank_with_nothing_to_do_takes_part(models: Models, layout: str, ranks: int) -> None:
+    """One short request, then fewer requests than ranks, then some of which one outlives the others, on one world."""
+    page = 16
+    lengths, outputs = ((5,), (11, 3), (7, 2, 20, 9)), ((4,), (3, 5), (3, 2, 4, 7))
+    batches = [
+        (random_prompts(n, seed=i), [greedy(m, prompt_logprobs=0 if i else None) for m in outputs[i]])
+        for i, n in enumerate(lengths)
+    ]
+    results = serve(models.folder("v3_base"), batches, ranks=ranks, layout=layout, page_tokens=page)
+    for result, (_, params) in zip(results, batches, strict=True):
+        assert worst_difference(models, "v3_base", result.completions) < BOUND
+        for completion, p in zip(result.completions, params, strict=True):
+            check_tokens(models, "v3_base", completion, p)
+        if layout != "tp":
+            assert idle_ranks(result, ranks, prefill=False) > 0
+    if layout != "tp":
+        assert idle_ranks(results[0], ranks, prefill=True) > 0
+        last = results[-1].plans[-1]
+        assert last.num_rows == 1 and len(np.flatnonzero(last.counts)) in (1, ranks)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("tp", 4), ("dp", 5), ("cp", 6), ("dop", 6)])
+def test_fewer_tokens_than_ranks(models: Models, layout: str, ranks: int) -> None:
+    """Prompts of one to three tokens, alone and together; nothing is a whole page."""
+    prompts, params = random_prompts((1, 2, 3)), [greedy(1), greedy(2), greedy(3)]
+    batches = [([prompts[0]], params[:1]), ([prompts[2]], params[1:2]), (prompts, params)]
+    results = serve(models.folder("v3_half_rope"), batches, ranks=ranks, layout=layout, page_tokens=8)
+    for result, (_, batch_params) in zip(results, batches, strict=True):
+        for completion, p in zip(result.completions, batch_params, strict=True):
+            assert worst_difference(models, "v3_half_rope", [completion]) < BOUND
+            check_tokens(models, "v3_half_rope", completion, p)
+    assert min(plan.num_tokens for plan in results[0].plans) < ranks
+
+
+def check_long_decode(models: Models, layout: str, ranks: int, batch: int, tokens: int) -> None:
+    """Every position's log-probabilities from the first generated token to the last, after `tokens` of them."""
+    prompts = random_prompts([1 + 3 * i for i in range(batch)], seed=9)
+    params = [greedy(tokens, logprobs=1)] * batch
+    (result,) = serve(models.folder("v3_tied"), [(prompts, params)], ranks=ranks, layout=layout, page_tokens=4)
+    decodes = [plan for plan in result.plans if (plan.start > 0).all() and plan.num_rows == batch]
+    assert len(decodes) >= tokens - 2 and all(plan.absorbed.all() for plan in decodes)
+    for completion in result.completions:
+        found = differences(models, "v3_tied", completion)
+        early, late = found[:20].max(), found[-20:].max()
+        assert float(early) < BOUND and float(late) < BOUND and float(found.max()) < BOUND
+        check_tokens(models, "v3_tied", completion, params[0])
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(3, 1), (2, 8)])
+def test_context_parallel_decode_does_not_drift(models: Models, ranks: int, batch: int) -> None:
+    """Context parallelism alone splits a decode over ranks: each rank's stripe grows to tens of pages."""
+    check_long_decode(models, "cp", ranks, batch, tokens=120 if batch == 1 else 80)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_decode_does_not_drift(models: Models, layout: str, ranks: int, batch: int) -> None:
+    check_long_decode(models, layout, ranks, batch, tokens=500)
