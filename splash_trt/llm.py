@@ -7,6 +7,7 @@ on each, and every rank gets the same outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 
 from splash_trt import environment
 from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
 from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.memory.map import capacity
@@ -85,9 +87,17 @@ class LLM:
         ]
         self._count += len(requests)
         if self.orchestrator is None:
-            return msgspec.convert(self._worker.follow(), list[Completion])
-        outputs = self._run(requests, self.orchestrator)
-        self._worker.world.control.send_object(msgspec.to_builtins(outputs))
+            answer = self._worker.follow()
+            if isinstance(answer, str):
+                raise ValueError(answer)
+            return msgspec.convert(answer, list[Completion])
+        control = self._worker.world.control
+        try:
+            outputs = self._run(requests, self.orchestrator)
+        except ValueError as error:
+            control.send_object(str(error))  # every rank raises the same
+            raise
+        control.send_object(msgspec.to_builtins(outputs))
         return outputs
 
     def _run(self, requests: Sequence[Request], orchestrator: Orchestrator) -> list[Completion]:
@@ -119,6 +129,9 @@ class LLM:
     ) -> None:
         if error is None:
             self.close()
+        elif not environment.under_mpirun():  # there an error that nobody catches ends all ranks
+            with suppress(RankFailure):  # which then is the error, or follows from it
+                self.close()
 
     def _start(self) -> World:
         """This process's rank of the world; without mpirun the other ranks start here, as threads."""

@@ -6,14 +6,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from splash_trt.llm import LLM
 from tests.layouts.harness import (
     LAYOUTS,
+    MEMORY_BYTES,
     Models,
     Result,
     check_tokens,
     differences,
     greedy,
     random_prompts,
+    rank_threads,
     serve,
     worst_difference,
 )
@@ -94,3 +97,13 @@ def test_context_parallel_decode_does_not_drift(models: Models, ranks: int, batc
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_decode_does_not_drift(models: Models, layout: str, ranks: int, batch: int) -> None:
     check_long_decode(models, layout, ranks, batch, tokens=500)
+
+
+def test_no_rank_outlives_an_error(models: Models) -> None:
+    before = rank_threads()
+    with (
+        pytest.raises(ValueError, match="prompt"),
+        LLM(models.folder("v3_base"), ranks=3, layout="dop", memory_bytes=MEMORY_BYTES, dtype="float64") as llm,
+    ):
+        llm.generate([[1, 2], []])
+    assert rank_threads() <= before
