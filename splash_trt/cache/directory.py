@@ -104,6 +104,16 @@ class Directory:
             total[leaving.rank] += sum(counts(leaving.rank, page) for page in leaving.pages)
         return total
 
+    def set_limits(self, limits: Sequence[int], *, step: int = 0) -> None:
+        """Bounds of all pools. Pages that a higher limit adds can be had once plan `step` has completed; 0: at once."""
+        for rank, (pool, limit) in enumerate(zip(self.pools, limits, strict=True)):
+            before = pool.limit
+            pool.set_limit(limit)
+            if step and limit > before:
+                free = pool.allocate(pool.num_free)
+                pool.free([page for page in free if page < before])
+                self._leave(rank, tuple(page for page in free if page >= before), step)
+
     def live_pages(self) -> np.ndarray:
         """[N] int64: pages that requests hold, those that are leaving not counted."""
         return np.array([pool.num_held for pool in self.pools]) - self._sums(lambda rank, page: True)

@@ -32,10 +32,13 @@ def choose_targets(
 ) -> list[Placement]:
     """Targets in the order of `holdings`. limits [N]: pages of each rank; owners: wishes by request id.
 
-    Homes and owners stay where there is one, unless an owner that had only a stripe so far would overflow. Requests
-    that were replicated are dealt out, the largest first, each to the rank with the least so far; ties go to the lower
-    rank and the earlier request.
+    Homes and owners stay where there is one, unless an owner that had only a stripe so far would overflow. Other
+    requests are dealt out, the largest first, each to the rank that is the least full with it; a rank that can hold it
+    at its longest goes before one that cannot, then one with room for it now. Ties go to the lower rank and the earlier
+    request.
     """
+    if kind is PlacementKind.REPLICATED:
+        return [Placement(kind) for _ in holdings]
     load = np.zeros(len(limits), np.int64)
     targets: dict[str, Placement] = {}
     free: list[Holding] = []
@@ -50,10 +53,12 @@ def choose_targets(
         targets[h.request_id] = Placement(kind, home)
         load[home] += h.num_pages
     for h in sorted(free, key=lambda h: -h.num_pages):
-        fits = np.flatnonzero(limits >= h.final_pages) if kind is PlacementKind.OWNED else np.arange(len(limits))
-        home = int(fits[load[fits].argmin()]) if len(fits) else int(load.argmin())
+        then = load + h.num_pages
+        share = then / np.maximum(limits, 1)
+        overflows, too_long = then > limits, h.final_pages > limits
+        if kind is PlacementKind.STRIPED:
+            overflows, too_long = np.zeros_like(overflows), np.zeros_like(too_long)  # every rank gets its part anyway
+        home = int(np.lexsort((share, overflows, too_long))[0])
         targets[h.request_id] = Placement(kind, home)
         load[home] += h.num_pages
-    if kind is PlacementKind.REPLICATED:
-        return [Placement(kind) for _ in holdings]
     return [targets[h.request_id] for h in holdings]

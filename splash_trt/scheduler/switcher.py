@@ -111,6 +111,8 @@ class Switcher:
         if bound_for is not None and (bound_for.layout, bound_for.owners) == (goal.layout, goal.owners):
             return
         self._route.clear()
+        if self._goal is not None and (self._goal.layout, self._goal.owners) == (goal.layout, goal.owners):
+            return  # on the way to somewhere else by way of it: stay there
         if self.state in ABORTABLE:
             self.abort(f"replaced: {goal.why}", sent=sent, now=now)
         if goal.layout is not self.layout or goal.owners:
@@ -150,6 +152,8 @@ class Switcher:
         self._machine.to(State.ABORTING, sent, now, self._record)
         self._record.outcome = f"aborted: {reason}"
         self._ledger.drop_targets(step=sent)
+        limits = self._sizes.pages[SPECS[self.layout].residency]
+        self._ledger.directory.set_limits(limits, step=sent if self._record.bytes_between_ranks["weights"] else 0)
         self._forget()
         self._drain = sent
 
@@ -207,7 +211,8 @@ class Switcher:
         self._meter.begin()
         self._budget.begin()
         self._machine.to(State.PREPARING, sent, now, self._record)
-        self._set_limits(there.residency if there.residency is Residency.FULL else here.residency)
+        if there.residency is Residency.FULL:
+            self._ledger.directory.set_limits(self._sizes.pages[Residency.FULL])
 
     def _prepare(self, step: int, sent: int, now: float) -> None:
         """Second placements for all, and nothing left where the other ranks' heads will be."""
@@ -253,7 +258,8 @@ class Switcher:
             entry = self._ledger.entry(slot)
             final = num_pages(sequence.limit, self._config.page_tokens)
             holdings.append(Holding(sequence.id, entry.placement, entry.num_pages, final))
-        limits = self._ledger.directory.limits()
+        last = self._route[-1] if self._route else self._goal  # a way station must not fill ranks up that will be small
+        limits = np.array(self._sizes.pages[SPECS[last.layout].residency])
         kind = SPECS[self._goal.layout].placement
         return list(zip(slots, choose_targets(kind, holdings, limits, self._goal.owners), strict=True))
 
@@ -281,7 +287,7 @@ class Switcher:
     def _settle(self, sent: int, now: float) -> None:
         """Nothing names the old state any more: the arena has the bounds of the layout that serves."""
         assert self._record is not None
-        self._set_limits(SPECS[self.layout].residency)
+        self._ledger.directory.set_limits(self._sizes.pages[SPECS[self.layout].residency])
         self._record.slowdown = self._meter.slowdown()
         self._machine.to(State.STEADY, sent, now, self._record)
         self._record.ended = True
@@ -291,8 +297,3 @@ class Switcher:
         self._goal = None
         self._retargeted = False
         self._movement.forget()
-
-    def _set_limits(self, residency: Residency) -> None:
-        pools = self._ledger.directory.pools
-        for pool, limit in zip(pools, self._sizes.pages[residency], strict=True):
-            pool.set_limit(limit)

@@ -203,10 +203,6 @@ class SimulatedRanks:
             self._ranks[rank].target[slot, index] = page
         return begins
 
-    def _user(self, rank: int, page: int) -> int:
-        """Seed of the latest request with this page in its table."""
-        return self._seeds[max(self._life[slot] for (slot, _), p in self._ranks[rank].table.items() if p == page)]
-
     def _exchange(self, moves: np.ndarray, failing: Mapping[int, str]) -> None:
         """Rows between ranks: all are read before any is written. A failing rank sends and stores nothing of use."""
         on_the_way = []
@@ -223,12 +219,13 @@ class SimulatedRanks:
     def _move(self, plan: Plan, failing: Mapping[int, str]) -> None:
         """What is copied before the rows run: inside ranks, then rows and heads between them."""
         local = plan.moves[:, 0] == plan.moves[:, 2]
+        users = {(rank, page): self.seed(slot) for rank, slot, _, page in plan.tables.tolist()}
         for rank, here, _, there, first, count in plan.moves[local].tolist():
             rows = self._ranks[rank].pages.get(here, [None] * self._page_tokens)
             before = set(self.touched)
             for offset in range(first, first + count):
                 self._put(rank, there, offset, rows[offset])
-            seed = self._user(rank, there)  # of the page; some of its rows may be left from those who had it before
+            seed = users[rank, there]  # not by the rows: some may be left from those who had the page before
             self.touched = before | {(rank, here, seed), (rank, there, seed)}
         self._exchange(plan.moves[~local], failing)
         for source, target, tensor, begin, end in plan.weights.tolist():

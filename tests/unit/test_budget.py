@@ -1,0 +1,107 @@
+"""The budget follows step times between its bounds; an allowance is never overdrawn."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splash_trt.migration.budget import ENOUGH, Allowance, Budget
+
+
+def told(budget: Budget, moving: float, *, plain: float = 1.0, times: int = ENOUGH) -> int:
+    for _ in range(times):
+        budget.observe(plain, False)
+        budget.observe(moving, True)
+    return budget.bytes_per_step
+
+
+@pytest.mark.parametrize(("start", "expected"), [(1, 100), (500, 500), (5000, 1000)])
+def test_the_first_budget_lies_between_floor_and_ceiling(start: int, expected: int) -> None:
+    assert Budget(start, 100, 1000, 0.05).bytes_per_step == expected
+
+
+def test_a_floor_above_the_ceiling_wins() -> None:
+    """One row must always fit, or nothing would ever move."""
+    assert Budget(1, 5000, 1000, 0.05).bytes_per_step == 5000
+
+
+def test_it_grows_while_steps_are_not_slower_up_to_the_ceiling() -> None:
+    budget = Budget(400, 100, 1000, 0.05)
+    assert told(budget, 1.04) == 500
+    assert [told(budget, 1.0) for _ in range(5)][-1] == 1000
+
+
+def test_it_shrinks_when_steps_are_slower_down_to_the_floor() -> None:
+    budget = Budget(400, 100, 1000, 0.05)
+    assert told(budget, 1.06) == 200
+    assert [told(budget, 2.0) for _ in range(5)][-1] == 100
+
+
+def test_it_does_not_judge_before_it_has_seen_enough() -> None:
+    budget = Budget(400, 100, 1000, 0.05)
+    assert told(budget, 9.0, times=ENOUGH - 1) == 400
+    assert told(budget, 9.0, times=1) == 200
+    assert told(budget, 9.0, times=ENOUGH - 1) == 200, "what led to the last change is not counted again"
+
+
+def test_it_does_not_judge_without_plain_steps() -> None:
+    budget = Budget(400, 100, 1000, 0.05)
+    for _ in range(5 * ENOUGH):
+        budget.observe(9.0, True)
+    assert budget.bytes_per_step == 400
+
+
+def test_one_slow_step_among_many_does_not_count() -> None:
+    budget = Budget(400, 100, 1000, 0.05)
+    for _ in range(ENOUGH):
+        budget.observe(1.0, False)
+    budget.observe(1000.0, True)
+    for _ in range(ENOUGH - 1):
+        budget.observe(1.0, True)
+    assert budget.bytes_per_step == 500
+
+
+def test_a_new_switch_starts_with_fresh_measurements_and_the_old_budget() -> None:
+    budget = Budget(400, 100, 1000, 0.05)
+    told(budget, 1.0)
+    told(budget, 9.0, times=ENOUGH - 1)
+    budget.begin()
+    assert told(budget, 1.0, times=1) == 500
+
+
+def test_an_allowance_counts_what_each_rank_sends_and_receives() -> None:
+    a = Allowance(100, 3)
+    assert a.room(0, [1, 2], 10) == 5
+    a.spend(0, [1, 2], 40)
+    assert a.room(0, [1], 1) == 20 and a.room(0, [2], 1) == 20
+    assert a.room(1, [0], 1) == 100 and a.room(2, [1], 1) == 60
+    assert a.room(0, [], 1) == 0
+    a.spend(2, [1], 60)
+    assert a.room(2, [1], 1) == 0 and a.room(2, [0], 1) == 40
+    assert not a.spent
+
+
+def test_an_allowance_is_spent_when_nobody_can_send_or_nobody_can_receive() -> None:
+    a = Allowance(10, 2)
+    a.spend(0, [1], 10)
+    assert not a.spent
+    a.spend(1, [0], 10)
+    assert a.spent
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 500), st.data())
+def test_an_allowance_is_never_overdrawn(budget: int, data: st.DataObject) -> None:
+    a, num_ranks = Allowance(budget, 4), 4
+    sent, received = [0] * num_ranks, [0] * num_ranks
+    for _ in range(12):
+        source = data.draw(st.integers(0, 3))
+        targets = data.draw(st.lists(st.sampled_from([r for r in range(4) if r != source]), unique=True))
+        unit = data.draw(st.integers(1, 60))
+        count = a.room(source, targets, unit)
+        a.spend(source, targets, count * unit)
+        sent[source] += count * unit * len(targets)
+        for target in targets:
+            received[target] += count * unit
+    assert max(sent) <= budget and max(received) <= budget
