@@ -79,6 +79,7 @@ TORCH_FREE = (
 # (importing module prefix, imported module prefix) -> why the import may stand inside a function. "" fits all modules.
 LOCAL_IMPORTS = {
     ("splash_trt", "splash_trt.llm"): "`import splash_trt` stays light: LLM is loaded at its first use",
+    ("splash_trt", "splash_trt.request"): "as splash_trt.llm",
     ("", "mpi4py"): "importing mpi4py.MPI calls MPI_Init, which must come after children are spawned",
     ("", "splash_trt.dist.world_mpi"): "importing it makes the process a rank: it imports mpi4py.MPI",
     ("", "cuda"): "exists on machines with a GPU only",

@@ -1,3 +1,25 @@
-"""Splash-TRT: serves MLA models under four attention layouts, and switches between them while requests run."""
+"""Splash-TRT serves latent-attention models under four attention layouts and switches between them in flight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splash_trt.llm import LLM
+    from splash_trt.request import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """LLM and SamplingParams, loaded at their first use: `import splash_trt` alone imports no torch."""
+    if name == "LLM":
+        from splash_trt.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from splash_trt.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'splash_trt' has no attribute {name!r}")
