@@ -1,0 +1,1 @@
+"""Parts of the demo model's training: text, tokenizer, network, baselines and report."""
