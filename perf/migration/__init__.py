@@ -1,0 +1,1 @@
+"""What a switch between layouts costs while requests are served."""

@@ -1,0 +1,211 @@
+"""One rank's program of the switch benchmark; switches.py starts it under mpirun.
+
+Rank 0 serves a steady batch of decodes and goes round all 12 pairs of layouts, several times. Arguments: a JSON file
+with Settings, and the file to which rank 0 writes its Findings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from perf.harness import Row
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.world import World
+from splash_trt.launch import run_under_mpi
+from splash_trt.layout.switch import Record
+from splash_trt.memory.map import memory_map
+from splash_trt.models.families import load_config
+from splash_trt.orchestrator import Orchestrator
+from splash_trt.request import Request, SamplingParams
+from splash_trt.weights.dummy import DummyWeights
+from splash_trt.worker import start_worker
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+TOUR = tuple(Layout.parse(name) for name in "tp dp tp cp tp dop dp cp dp dop cp dop tp".split())
+STATES = ("preparing", "migrating", "armed", "retiring")
+KINDS = ("weights", "pages", "new_rows")
+SEED = 1
+WARMUP = 4  # steps after a switch that count for nothing
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    ranks: int
+    model: str
+    """A folder of perf/configs."""
+    dtype: str
+    batch: int
+    contexts: tuple[int, ...]
+    """Tokens of each request's prompt."""
+    budgets: tuple[int, ...]
+    """migration_bytes."""
+    rounds: int
+    """Tours; the first one is thrown away."""
+    around: int
+    """Steps without a switch before each one, that it is held against."""
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    rows: list[Row]
+    """One for each budget, context, pair and round."""
+    switched: dict[str, list[int]]
+    """By request, tokens of the check's run with a tour of switches …"""
+    plain: dict[str, list[int]]
+    """… and of the one without."""
+
+
+class Served:
+    """A model on all ranks. Rank 0's `orchestrator` drives it; others follow inside the constructor."""
+
+    def __init__(self, world: World, folder: Path, *, cache_tokens: int, **config: Any) -> None:
+        self.model = load_config(folder)
+        shape: dict[str, Any] = {"num_ranks": world.size, "layouts": tuple(Layout)}
+        shape |= {"switch_hold_s": 60.0, "step_deadline_s": 300.0}
+        sized = EngineConfig(memory_bytes=1, **shape, **config)
+        maps = [memory_map(self.model, sized, rank) for rank in range(world.size)]
+        pages = -(-cache_tokens // sized.page_tokens) + 3 * sized.max_running
+        need = max(m.pages_offset + m.others_bytes + pages * m.page_bytes for m in maps) + 255
+        engine = EngineConfig(memory_bytes=need, **shape, **config)
+        self._world = world
+        worker = start_worker(world, self.model, engine, DummyWeights(self.model, SEED))
+        if world.rank:
+            worker.follow()
+        else:
+            self.orchestrator = Orchestrator.of(self.model, engine, worker)
+
+    def release(self) -> None:
+        """Rank 0, when all is done: the others go on."""
+        self.orchestrator.scheduler.check_idle()
+        self._world.control.send_object(None)
+
+
+def measure(world: World, settings: Settings) -> Findings:
+    """On every rank; the findings are rank 0's."""
+    torch.set_num_threads(1)
+    runs = [_check(world, switching) for switching in (True, False)]
+    rows: list[Row] = []
+    for budget, context in itertools.product(settings.budgets, settings.contexts):
+        served = Served(
+            world,
+            CONFIGS / settings.model,
+            cache_tokens=settings.batch * (context + 64 * settings.around * settings.rounds),
+            dtype=settings.dtype,
+            max_running=settings.batch,
+            migration_bytes=budget,
+        )
+        if world.rank == 0:
+            rows += _tours(served, settings, context, budget)
+            served.release()
+    return Findings(rows=rows, switched=runs[0], plain=runs[1])
+
+
+def _check(world: World, switching: bool) -> dict[str, list[int]]:
+    """Tokens of a tiny model's requests in float64, with or without a tour of all pairs under them; on rank 0."""
+    sizes: dict[str, Any] = {"dtype": "float64", "page_tokens": 8, "max_running": 8, "max_batch_tokens": 32}
+    # The budget stays as it is, so the requests outlive the tour.
+    sizes |= {"migration_bytes": 40000, "migration_max_slowdown": 1000.0}
+    served = Served(world, CONFIGS / "tiny", cache_tokens=4096, **sizes)
+    told: dict[str, list[int]] = {}
+    if world.rank:
+        return told
+    orchestrator = served.orchestrator
+    for i, length in enumerate((1, 7, 8, 9, 33, 60, 17, 25)):
+        wish = SamplingParams(max_tokens=250, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        prompt = tuple((7 * length + 13 * k) % served.model.vocab_size for k in range(length))
+        orchestrator.add(Request(id=f"{i:04d}", prompt=prompt, sampling=wish))
+        told[f"{i:04d}"] = []
+    targets = list(TOUR[1:]) if switching else []
+    while not orchestrator.idle:
+        if targets and not orchestrator.scheduler.switcher.busy:
+            orchestrator.scheduler.switch(targets.pop(0), "check")
+        for delta in orchestrator.step():
+            told[delta.request_id] += delta.tokens
+    records = orchestrator.scheduler.switcher.records
+    assert not targets and all(record.outcome == "committed" for record in records), records
+    served.release()
+    return told
+
+
+def _tours(served: Served, settings: Settings, context: int, budget: int) -> list[Row]:
+    orchestrator, random = served.orchestrator, np.random.default_rng(SEED)
+    wish = SamplingParams(max_tokens=served.model.max_positions, ignore_eos=True)
+    for i in range(settings.batch):
+        prompt = tuple(random.integers(0, served.model.vocab_size, context).tolist())
+        orchestrator.add(Request(id=f"{i:04d}", prompt=prompt, sampling=wish))
+    while orchestrator.scheduler.num_waiting:
+        orchestrator.step()
+    rows: list[Row] = []
+    for tour in range(settings.rounds):
+        for source, target in itertools.pairwise(TOUR):
+            found = _switch(orchestrator, target, settings.around)
+            if tour:
+                cell = {"ranks": settings.ranks, "budget_kib": budget // 1024, "context": context}
+                rows.append({**cell, "pair": f"{source.name.lower()}-{target.name.lower()}", **found})
+        _say(f"N={settings.ranks} budget {budget >> 10} KiB context {context}: tour {tour + 1} of {settings.rounds}")
+    for i in range(settings.batch):
+        orchestrator.cancel(f"{i:04d}")
+    while not orchestrator.idle:
+        orchestrator.step()
+    return rows
+
+
+def _switch(orchestrator: Orchestrator, target: Layout, around: int) -> Row:
+    """One switch and the steps before it."""
+    switcher = orchestrator.scheduler.switcher
+    plain = [_timed(orchestrator) for _ in range(WARMUP + around)][WARMUP:]
+    orchestrator.scheduler.switch(target, "benchmark")
+    during = [_timed(orchestrator)]
+    while switcher.busy:
+        during.append(_timed(orchestrator))
+    record = switcher.records[-1]
+    assert record.outcome == "committed" and record.target == target.name.lower(), record
+    return _row(record, plain, during)
+
+
+def _timed(orchestrator: Orchestrator) -> float:
+    begin = time.perf_counter()
+    orchestrator.step()
+    return time.perf_counter() - begin
+
+
+def _row(record: Record, plain: list[float], during: list[float]) -> Row:
+    """plain, during: seconds of steps before the switch, and of those of which it was a part."""
+    base = median(plain)
+    row: Row = {f"{state}_ms": 1e3 * record.seconds_in.get(state, 0.0) for state in STATES}
+    row |= {f"{state}_steps": record.steps_in.get(state, 0) for state in STATES}
+    row |= {f"{kind}_bytes": record.bytes_between_ranks[kind] for kind in KINDS}
+    row["inside_bytes"] = record.bytes_inside_ranks
+    row["step_ms"] = 1e3 * base
+    row["slowdown_median"] = median(during) / base - 1
+    row["slowdown_p99"] = float(np.percentile(during, 99) / np.percentile(plain, 99) - 1)
+    row["stall_ms"] = None if record.stall_s is None else 1e3 * record.stall_s
+    return row
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    settings = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Settings)
+    out = Path(arguments[1])
+
+    def program(world: World) -> int:
+        findings = measure(world, settings)
+        if world.rank == 0:
+            out.write_bytes(msgspec.json.encode(findings))
+        return 0
+
+    run_under_mpi(program, deadline_s=300.0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,135 @@
+"""The 12 switches between layouts under a steady load: `python -m perf.migration.switches --help`.
+
+Starts mpirun for each number of ranks, prints tables, and writes perf/results/migration/{states,bytes,cost}.json with
+their reports. Each number is the median over tours. Slowdown is that of the steps that a switch is part of, as rank 0
+sees them, against those just before it, which have the old layout and the same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from perf import harness, report
+from perf.migration.switch_ranks import CONFIGS, KINDS, STATES, Findings, Settings
+from splash_trt import environment
+from splash_trt.launch import mpirun_command
+
+STATES_VIEW = harness.View(x="context", y="ms", series="pair", panels=("ranks", "budget_kib", "state"))
+BYTES_VIEW = harness.View(x="context", y="kib", series="pair", panels=("ranks", "budget_kib", "kind"))
+COST_VIEW = harness.View(x="context", y="value", series="pair", panels=("ranks", "budget_kib", "figure"))
+TIME_LIMIT_S = 3600.0
+TITLES = {
+    "states": "Time in each state of a switch, CPU ranks",
+    "bytes": "What a switch moves between ranks and inside them, CPU ranks",
+    "cost": "What a switch costs the steps it runs in, CPU ranks",
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.migration.switches")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--model", default="small", help="a folder of perf/configs")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=8, help="requests that decode all the time")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[1 << 20], help="migration_bytes at the start")
+    parser.add_argument("--rounds", type=int, default=4, help="tours of all pairs, the first of which is thrown away")
+    parser.add_argument("--around", type=int, default=8, help="steps before each switch")
+    parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS)
+    return parser.parse_args(arguments)
+
+
+def settings_of(options: argparse.Namespace, ranks: int) -> Settings:
+    values = {name: getattr(options, name) for name in Settings.__struct_fields__ if name != "ranks"}
+    return msgspec.convert({**values, "ranks": ranks}, Settings)
+
+
+def measure(settings: Settings) -> Findings:
+    """Run the ranks and wait. Raises CalledProcessError when they fail; why is on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder) / "settings.json", Path(folder) / "findings.json"
+        given.write_bytes(msgspec.json.encode(settings))
+        program = [sys.executable, "-m", "perf.migration.switch_ranks", str(given), str(found)]
+        env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
+        argv = mpirun_command(settings.ranks, program)
+        subprocess.run(argv, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
+        return msgspec.json.decode(found.read_bytes(), type=Findings)
+
+
+def same_tokens(findings: Sequence[Findings]) -> str:
+    """A tour of switches changed no token; AssertionError names the first request where it did."""
+    for found in findings:
+        for request_id, tokens in found.plain.items():
+            assert found.switched[request_id] == tokens, f"request {request_id} was told something else"
+    count = sum(len(tokens) for found in findings for tokens in found.plain.values())
+    return f"{count} tokens with a tour of all 12 switches under them, the same as without"
+
+
+def cells(rows: Sequence[harness.Row], panel: str, columns: dict[str, str], value: str) -> list[harness.Row]:
+    """One row for each cell and each of `columns` (name in column `panel`: column of `rows`), the cell's median."""
+    keys = ("ranks", "budget_kib", "pair", "context")
+    out: list[harness.Row] = []
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in keys) == key]
+        for name, column in columns.items():
+            known = [float(row[column] or 0) for row in mine if row[column] is not None]
+            middle = round(float(np.median(known)), 4) if known else 0.0
+            out.append({**dict(zip(keys, key, strict=True)), panel: name, value: middle, "rounds": len(known)})
+    return out
+
+
+def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[harness.Row]]]:
+    """Rows of each result, by its name."""
+    states = cells(rows, "state", {state: f"{state}_ms" for state in STATES}, "ms")
+    steps = cells(rows, "state", {state: f"{state}_steps" for state in STATES}, "steps")
+    for row, other in zip(states, steps, strict=True):
+        row["steps"] = other["steps"]
+    moved = cells(rows, "kind", {kind: f"{kind}_bytes" for kind in (*KINDS, "inside")}, "kib")
+    for row in moved:
+        row["kib"] = round(float(row["kib"] or 0) / 1024, 1)
+    figures = {
+        "step ms": "step_ms",
+        "slowdown, median": "slowdown_median",
+        "slowdown, p99": "slowdown_p99",
+        "stall of the commit, ms": "stall_ms",
+    }
+    cost = cells(rows, "figure", figures, "value")
+    return {"states": (STATES_VIEW, states), "bytes": (BYTES_VIEW, moved), "cost": (COST_VIEW, cost)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    findings = [measure(settings_of(options, ranks)) for ranks in options.ranks]
+    what = "tokens in float64, greedy and sampled, tiny model, on as many ranks"
+    check = harness.checked(what, lambda: same_tokens(findings))
+    config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
+    config["model_config"] = msgspec.json.decode((CONFIGS / options.model / "config.json").read_bytes())
+    p = harness.provenance(config, "perf.migration.switches", arguments, options.remark)
+    for name, (view, rows) in tables([row for found in findings for row in found.rows]).items():
+        result = harness.Result(
+            schema=harness.SCHEMA_VERSION,
+            area="migration",
+            name=name,
+            title=TITLES[name],
+            provenance=p,
+            check=check,
+            view=view,
+            rows=rows,
+        )
+        path = harness.write(result, options.results)
+        report.write_report(path)
+        print(report.markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
