@@ -89,7 +89,7 @@ class FakeEngine(threading.Thread):
         link = LinkServer(self._address)
         try:
             while not self._ended.is_set() and not self.shut_down.is_set():
-                busy = self._running and not self.paused.is_set()
+                busy = bool(self._running) and not self.paused.is_set()
                 for client, message in link.poll(0 if busy else 0.01):
                     self._take(link, client, message)
                 while not self._jobs.empty():

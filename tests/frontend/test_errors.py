@@ -1,0 +1,209 @@
+"""What clients get wrong: a 4xx that names the field, and an engine that never hears of it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from tests.frontend.fake_engine import FakeEngine
+from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hello"}]
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": [5, 400]}, "prompt"),  # beyond the vocabulary
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [5] * 4096}, "prompt"),  # beyond the context
+    ({"prompt": "word " * 5000}, "prompt"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": [[1, "x"]]}, "prompt[0][1]"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a"] * 151}, "prompt"),  # more than may wait
+    ({}, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": "warm"}, "temperature"),
+    ({"prompt": "a", "temperature": float("nan")}, "temperature"),  # Python writes NaN, which is not JSON
+    ({"prompt": "a", "temperature": float("inf")}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.01}, "top_p"),
+    ({"prompt": "a", "top_k": -1}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "seed": -1}, "seed"),
+    ({"prompt": "a", "seed": 2**63}, "seed"),
+    ({"prompt": "a", "stop": ["x"] * 1000}, "stop"),
+    ({"prompt": "a", "stop": ["x", ""]}, "stop"),
+    ({"prompt": "a", "stop": "x" * 257}, "stop"),
+    ({"prompt": "a", "stop": [5]}, "stop[0]"),
+    ({"prompt": "a", "stop": "x", "detokenize": False}, "stop"),
+    ({"prompt": "a", "stop_token_ids": [400]}, "stop_token_ids"),
+    ({"prompt": "a", "stop_token_ids": [5] * 1000}, "stop_token_ids"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "n": 2}, "n"),
+    ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "colour": "red"}, "colour"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"colour": 1}}, "stream_options.colour"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
+    ({"messages": [*USER, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
+    ({"messages": [{"role": "user", "content": "long " * 5000}]}, "prompt"),
+    ({"messages": USER, "max_tokens": 0}, "max_tokens"),
+    ({"messages": USER, "top_logprobs": 5}, "top_logprobs"),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": USER, "logprobs": 5}, "logprobs"),
+    ({"messages": USER, "n": 3}, "n"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "prompt": "Hello"}, "prompt"),
+]
+BAD_BYTES: list[tuple[bytes, str | None]] = [
+    (b"", None),
+    (b"nonsense", None),
+    (b"[]", None),
+    (b'{"prompt": "a"', None),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+    (b'{"prompt": "a", "temperature": -Infinity}', "temperature"),
+    (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+    (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "seed"),
+    (b'{"prompt": "\xff\xfe"}', "prompt"),
+    (b'{"user": "\xc3(", "prompt": "a"}', "user"),
+    (b'{"prompt": "\\ud800"}', "prompt"),
+    (b'{"prompt": ' + b"[" * 100_000, None),
+    (b'{"colour": ' + b"[" * 100_000, None),
+    (b"\x00" * 1000, None),
+]
+
+
+@pytest.mark.parametrize(("path", "cases"), [(COMPLETIONS, BAD_COMPLETIONS), (CHAT, BAD_CHATS)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_fields(
+    server: FrontendProcess, engine: FakeEngine, path: str, cases: list[tuple[dict[str, Any], str]], stream: bool
+) -> None:
+    before = len(engine.submitted)
+    for body, param in cases:
+        if stream and {"stream", "stream_options"} & body.keys():
+            continue
+        answer = server.ask("POST", path, {**body, "stream": True} if stream else body)
+        error = answer.json["error"]
+        assert (answer.status, error["param"]) == (400, param), (body, error)
+        assert param.split(".")[-1].split("[")[0] in error["message"] and set(error) == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }
+        assert error["type"] == "invalid_request_error" and answer.headers["x-request-id"]
+    assert len(engine.submitted) == before
+
+
+def test_bad_bytes(server: FrontendProcess, engine: FakeEngine) -> None:
+    before = len(engine.submitted)
+    for data, param in BAD_BYTES:
+        answer = server.ask("POST", COMPLETIONS, data)
+        error = answer.json["error"]
+        assert answer.status == 400 and error["message"], data[:40]
+        if param is not None:
+            assert error["param"] == param, (data[:40], error)
+    assert len(engine.submitted) == before
+
+
+def test_body_of_50_megabytes(server: FrontendProcess, engine: FakeEngine) -> None:
+    before = len(engine.submitted)
+    # Announced: refused before it is sent.
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 52428800\r\n\r\n{")
+        assert b" 413 " in connection.recv(4096)
+    # Not announced: refused when it gets too long.
+    connection_ = server.connect()
+    connection_.request("POST", COMPLETIONS, iter([b'{"prompt": "'] + [b"x" * (1 << 20)] * 20), encode_chunked=True)
+    response = connection_.getresponse()
+    assert response.status == 413 and b'"param":"body"' in response.read()
+    connection_.close()
+    assert len(engine.submitted) == before
+
+
+def test_neutral_values_that_clients_send_unasked(server: FrontendProcess) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "n": 1, "best_of": 1, "echo": False, "suffix": None, "user": "u"}
+    assert server.ask("POST", COMPLETIONS, {**body, "presence_penalty": 0, "logit_bias": {}}).status == 200
+    chat = {"messages": USER, "max_tokens": 1, "response_format": {"type": "text"}, "tools": None, "stop": None}
+    assert server.ask("POST", CHAT, {**chat, "temperature": None, "stream": None}).status == 200
+
+
+def test_numbers_larger_than_a_message_holds(server: FrontendProcess, engine: FakeEngine) -> None:
+    body = {"prompt": "<|end|>", "max_tokens": 10**30, "top_k": 10**30}
+    assert server.ask("POST", COMPLETIONS, body).status == 200
+    assert engine.submitted[-1].sampling.max_tokens == 4095 and engine.submitted[-1].sampling.top_k == 0
+
+
+def test_unknown_routes_and_methods(server: FrontendProcess) -> None:
+    for method, path, status in (("GET", "/v2", 404), ("GET", COMPLETIONS, 405), ("DELETE", "/v1/layout", 405)):
+        answer = server.ask(method, path)
+        assert answer.status == status and path in answer.json["error"]["message"]
+    assert server.ask("GET", "/v1/models/another").json["error"]["param"] == "model"
+
+
+def test_without_a_tokenizer(shared: tuple[FakeEngine, str]) -> None:
+    engine, address = shared
+    frontend = wait_until_ready(start_frontend(address, "--keep-engine"))
+    try:
+        ids = {"prompt": [7, 8, 9], "max_tokens": 4, "logprobs": 1}
+        answer = frontend.ask("POST", COMPLETIONS, ids).json["choices"][0]
+        assert answer["token_ids"] == [7, 8, 9, 7] and answer["text"] == ""
+        assert answer["logprobs"]["tokens"] == ["token_id:7", "token_id:8", "token_id:9", "token_id:7"]
+        events = frontend.ask("POST", COMPLETIONS, {**ids, "stream": True}).events
+        assert [t for event in events for t in event["choices"][0]["token_ids"]] == [7, 8, 9, 7]
+        before = len(engine.submitted)
+        for path, body, param in (
+            (COMPLETIONS, {"prompt": "text"}, "prompt"),
+            (COMPLETIONS, {"prompt": [7], "stop": "x"}, "stop"),
+            (CHAT, {"messages": USER}, "messages"),
+        ):
+            refused = frontend.ask("POST", path, body)
+            assert (refused.status, refused.json["error"]["param"]) == (400, param)
+            assert "--tokenizer" in refused.json["error"]["message"]
+        assert len(engine.submitted) == before
+    finally:
+        frontend.end()
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--engine", "tcp://1.2.3.4:5"), "ipc://"),
+        (("--engine", "ipc:///" + "x" * 120), "107"),
+        (("--port", "70000"), "port"),
+        (("--max-queued", "0"), "max_queued"),
+        (("--tokenizer", "/nowhere"), "tokenizer.json"),
+        (("--lifeline", "77"), "lifeline"),
+    ],
+)
+def test_bad_flags(flags: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from splash_trt.frontend.main import main
+
+    assert main(["--engine", "ipc:///tmp/splash-none", "--model-name", "echo", "--port", "0", *flags]) == 2
+    assert word in capsys.readouterr().err

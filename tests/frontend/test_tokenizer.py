@@ -1,0 +1,136 @@
+"""Ids to text a token at a time, against the tokenizers package; chat templates, kind and unkind ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers
+
+from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.tokenizer import ChatTemplate, Detokenizer, Tokenizer, WindowDetokenizer
+
+RUNS = settings(
+    deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+USER = [{"role": "user", "content": "Hello"}]
+
+
+def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
+
+
+@RUNS
+@given(st.lists(st.integers(0, 330), max_size=20))
+def test_any_ids(tokenizer_folder: Path, tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Ids that no text has: stray bytes, special tokens, ids without a token."""
+    reference = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    assert "".join(pieces(tokenizer.detokenizer(), ids)) == reference.decode(ids, skip_special_tokens=True)
+
+
+@RUNS
+@given(st.text(max_size=12))
+def test_any_text(tokenizer: Tokenizer, text: str) -> None:
+    got = pieces(tokenizer.detokenizer(), tokenizer.encode(text))
+    assert "".join(got) == text
+    assert sum(piece.count("\ufffd") for piece in got) == text.count("\ufffd")
+    window = pieces(WindowDetokenizer(tokenizer._decode), tokenizer.encode(text))
+    assert "".join(window) == text
+
+
+@pytest.fixture(scope="module")
+def word_pieces() -> tokenizers.Tokenizer:
+    """A vocabulary of words with spaces of their own and bytes for the rest, as models before byte-level ones have."""
+    words = ["\u2581", "\u2581the", "\u2581dog", "s", "a", "b"]
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    vocabulary |= {word: 257 + n for n, word in enumerate(words)}
+    merges: list[tuple[str, str]] = []
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@RUNS
+@given(st.lists(st.sampled_from(["\u2581the", "\u2581dog", "s", "\u20ac", "\U0001f600", "a", "\u2581"]), max_size=10))
+def test_other_vocabularies(word_pieces: tokenizers.Tokenizer, words: list[str]) -> None:
+    ids = []
+    for word in words:
+        known = word_pieces.token_to_id(word)
+        ids += [known] if known is not None else [1 + byte for byte in word.encode()]
+    got = pieces(WindowDetokenizer(lambda window: word_pieces.decode(window)), ids)
+    assert "".join(got) == word_pieces.decode(ids)
+    assert not any("\ufffd" in piece for piece in got)
+
+
+def test_names_of_tokens(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_name(t) for t in tokenizer.encode("a \u00e9")] == ["a", " ", "bytes:\\xc3", "bytes:\\xa9"]
+    assert tokenizer.token_name(0) == "<|begin|>" and tokenizer.token_bytes(0) == b""
+    assert tokenizer.token_name(9999) == "" and tokenizer.token_bytes(9999) == b""
+
+
+def test_chat_template(tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path) -> None:
+    assert tokenizer.has_chat_template
+    assert tokenizer.encode_chat(USER)[:1] == [0] and tokenizer.encode_chat(USER).count(0) == 1
+    shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
+    bare = Tokenizer(tmp_path)
+    assert not bare.has_chat_template
+    with pytest.raises(ApiError, match="chat_template.jinja"):
+        bare.encode_chat(USER)
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    for source in ("{{ messages[0]['content'] }}!", named):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+        ids = Tokenizer(tmp_path).encode_chat(USER)
+        assert "".join(bare.token_name(t) for t in ids) == "Hello!"
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].missing.field }}", "missing"),
+        ("{{ messages[7]['role'] }}", "template"),
+        ("{{ 1 / 0 }}", "template"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ ''.__class__ }}{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{% set x = messages.append(1) %}", "unsafe"),
+        ("{% for i in range(100000000) %}{% endfor %}", "template"),
+    ],
+)
+def test_templates_that_fail(source: str, word: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        ChatTemplate(source, {}).render(USER)
+    assert word in refused.value.message and refused.value.param == "messages"
+
+
+def test_templates_may_use_what_transformers_offers() -> None:
+    source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}\n"
+    assert ChatTemplate(source, {}).render([{"role": "a", "content": "<\u00e9>"}] * 2) == (
+        '{"role": "a", "content": "<\u00e9>"}'
+    )
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1", '{"version": "1.0", "model": 5}'])
+def test_files_that_are_no_tokenizer(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_broken_neighbours(tokenizer_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match="chat_template"):
+        Tokenizer(tmp_path)
