@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # How an MPI library and its launcher tell a process that it is a rank.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
@@ -23,9 +24,17 @@ def mpi_size() -> int:
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 
 
+def launcher_folder() -> Path | None:
+    """Where this rank's mpirun keeps its temporary files, if it says so."""
+    folder = os.environ.get("PMIX_SERVER_TMPDIR")
+    return Path(folder) if folder else None
+
+
 def for_child() -> dict[str, str]:
     """This environment for a process that is no rank: one that inherited a rank's variables would take them for its
-    own and disturb the run."""
+    own and disturb the run. Outside of a run, what is set for MPI is the user's and stays."""
+    if not under_mpirun():
+        return dict(os.environ)
     return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
 
 

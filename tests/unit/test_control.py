@@ -323,6 +323,13 @@ class TestEnvironment:
         child = environment.for_child()
         assert child["KEPT"] == "yes" and not any(name.startswith(("OMPI_", "PMIX_")) for name in child)
 
+    def test_settings_for_mpi_stay_outside_of_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A machine without ssh, for example, needs OMPI_MCA_plm=isolated for any mpirun to start."""
+        monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+        monkeypatch.delenv("PMI_SIZE", raising=False)
+        monkeypatch.setenv("OMPI_MCA_plm", "isolated")
+        assert environment.for_mpirun()["OMPI_MCA_plm"] == "isolated"
+
     def test_root_may_start_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         assert environment.for_mpirun()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
