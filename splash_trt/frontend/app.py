@@ -129,6 +129,8 @@ class Frontend:
         except web.HTTPRequestEntityTooLarge:
             message = f"body: at most {self._max_body_bytes} bytes are allowed"
             raise ApiError(message, status=413, param="body") from None
+        except web.RequestPayloadError as error:  # compressed, and cannot be decompressed
+            raise ApiError(f"body: {' '.join(str(error).split())}", param="body") from None
         return protocol.decode(data, kind)
 
     def _check(self, body: GenerationBody) -> Ready:

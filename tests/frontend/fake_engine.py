@@ -76,10 +76,20 @@ class FakeEngine(threading.Thread):
 
     def send_raw(self, data: bytes) -> None:
         """These bytes to every frontend, in order with the rest."""
-        self._jobs.put(lambda link, clients: [link._socket.send_multipart([c, data]) for c in clients] and None)
+
+        def job(link: LinkServer, clients: set[bytes]) -> None:
+            for client in clients:
+                link._socket.send_multipart([client, data])
+
+        self._jobs.put(job)
 
     def send(self, message: FromEngine) -> None:
-        self._jobs.put(lambda link, clients: [link.send(c, message) for c in clients] and None)
+
+        def job(link: LinkServer, clients: set[bytes]) -> None:
+            for client in clients:
+                link.send(client, message)
+
+        self._jobs.put(job)
 
     def stop(self) -> None:
         self._ended.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 from typing import Any
 
@@ -144,7 +145,25 @@ def test_body_of_50_megabytes(server: FrontendProcess, engine: FakeEngine) -> No
     response = connection_.getresponse()
     assert response.status == 413 and b'"param":"body"' in response.read()
     connection_.close()
+    # Small, and large when decompressed.
+    answer = server.ask("POST", COMPLETIONS, gzip.compress(b" " * (50 << 20)), **{"Content-Encoding": "gzip"})
+    assert answer.status == 413 and answer.json["error"]["param"] == "body"
     assert len(engine.submitted) == before
+
+
+def test_what_is_no_http(server: FrontendProcess) -> None:
+    answer = server.ask("POST", COMPLETIONS, b"nonsense", **{"Content-Encoding": "gzip"})
+    assert answer.status == 400 and answer.json["error"]["param"] == "body"
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    long_line = b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\n\r\n"
+    for data in (b"nonsense\r\n\r\n", post + b"Content-Length: -5\r\n\r\n", long_line):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(data)
+            assert b" 400 " in connection.recv(4096)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(post + b"Content-Length: 100\r\n\r\n{")  # and goes away
+    assert server.ask("GET", "/healthz").status == 200
+    assert not any("Traceback" in line for line in server.log), server.log
 
 
 def test_neutral_values_that_clients_send_unasked(server: FrontendProcess) -> None:

@@ -164,6 +164,18 @@ def test_logprobs(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert tokens == logprobs.tokens
 
 
+def test_token_ids_without_text(server: FrontendProcess, tokenizer: Tokenizer) -> None:
+    """As load generators ask: every token is counted in the stream, and none is turned into text."""
+    ids = tokenizer.encode("the lazy dog")
+    body = {"prompt": ids, "max_tokens": 50, "stream": True, "return_token_ids": True, "detokenize": False}
+    choices = [event["choices"][0] for event in server.ask("POST", "/v1/completions", body).events]
+    assert [token for choice in choices for token in choice["token_ids"]] == (ids * 50)[:50]
+    assert {choice["text"] for choice in choices} == {""}
+    shown = server.ask("POST", "/v1/completions", {**body, "detokenize": True, "stop": "g"}).events
+    assert "".join(event["choices"][0]["text"] for event in shown) == "the lazy do"
+    assert [token for event in shown for token in event["choices"][0]["token_ids"]] == ids
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["echo"]
     assert client.models.retrieve("echo").model_extra == {"max_model_len": 4096}

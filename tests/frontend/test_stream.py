@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splash_trt.frontend.stream import Answer, StopScanner
+from splash_trt.frontend.stream import Answer, Piece, StopScanner
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.request import FinishReason, TokenDelta, TokenLogprob
 
@@ -55,7 +55,7 @@ def answer_to(tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> Answer:
 
 def test_pieces_are_whole_characters(tokenizer: Tokenizer) -> None:
     text = "caf\u00e9 \u20ac5 \U0001f600!"
-    answer, pieces = answer_to(tokenizer), []
+    answer, pieces = answer_to(tokenizer), list[Piece]()
     ids = tokenizer.encode(text)
     for token in ids:
         answer.add(TokenDelta("a", (token,), finish=FinishReason.LENGTH if len(pieces) == len(ids) - 1 else None))

@@ -18,6 +18,7 @@ from splash_trt.frontend.tokenizer import ChatTemplate, Detokenizer, Tokenizer, 
 RUNS = settings(
     deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "models" / "splash-tiny"
 USER = [{"role": "user", "content": "Hello"}]
 
 
@@ -69,6 +70,14 @@ def test_other_vocabularies(word_pieces: tokenizers.Tokenizer, words: list[str])
     got = pieces(WindowDetokenizer(lambda window: word_pieces.decode(window)), ids)
     assert "".join(got) == word_pieces.decode(ids)
     assert not any("\ufffd" in piece for piece in got)
+
+
+def test_demo_model() -> None:
+    tokenizer = Tokenizer(DEMO_MODEL)
+    text = "ROMEO:\nIs the day so young? \u20ac5"
+    assert "".join(pieces(tokenizer.detokenizer(), tokenizer.encode(text))) == text
+    chat = [tokenizer.token_name(t) for t in tokenizer.encode_chat([{"role": "user", "content": "Romeo"}])]
+    assert "<|user|>" in chat and chat[-1] == "<|assistant|>"
 
 
 def test_names_of_tokens(tokenizer: Tokenizer) -> None:
