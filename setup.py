@@ -69,6 +69,8 @@ EXTRAS_REQUIRE = {
         # last release for 3.10.
         "transformers==5.24.0; python_version >= '3.11'",
         "transformers==5.20.2; python_version < '3.11'",
+        # Plots are tested where they are made: the demo's timeline, the benchmarks' and the demo model's loss curve.
+        "matplotlib>=3.8",
         "ruff==0.17.6",
         "mypy==2.4.1",
     ],
@@ -87,4 +89,5 @@ setup(
     packages=packages(),
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["splash-trt = splash_trt.cli:main"]},
 )

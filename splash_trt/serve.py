@@ -1,0 +1,231 @@
+"""One rank of a serving run: opens the model, joins the others, and on rank 0 drives them for the frontends.
+
+    mpirun -n 4 splash-trt serve …        rank 0 starts the frontend before MPI, and ends with it
+    splash-trt serve --ranks 4 …          the frontend is the parent (supervise.py) and starts mpirun
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from splash_engines.open import open_engine
+from splash_trt import environment, lifeline
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.control import Kind
+from splash_trt.dist.watchdog import last_words
+from splash_trt.dist.world import World
+from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
+from splash_trt.frontend.main import Options as FrontendOptions
+from splash_trt.frontend.main import check_port
+from splash_trt.frontend.tokenizer import Tokenizer
+from splash_trt.launch import run_under_mpi
+from splash_trt.link_server import LinkServer
+from splash_trt.memory.map import default_memory_bytes, model_sizes
+from splash_trt.models.config import ModelConfig
+from splash_trt.models.families import load_config
+from splash_trt.orchestrator import Orchestrator
+from splash_trt.scheduler.policy import MeasuredPolicy
+from splash_trt.weights.dummy import DummyWeights
+from splash_trt.weights.source import WeightSource
+from splash_trt.worker import start_worker
+
+STARTUP_DEADLINE_S = 1800.0
+FRONTEND_END_S = 8.0
+EXIT_FRONTEND = 72
+FOLDER_PREFIX = "splash-trt-"
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says; the same on every rank."""
+
+    engine: str | None = None
+    model: str | None = None
+    """A folder with a config.json, for dummy weights."""
+    dummy_weights: int | None = None
+    ranks: int = 1
+    layout: str = "auto"
+    dtype: str | None = None
+    memory_bytes: int | None = None
+    page_tokens: int = 64
+    max_batch_tokens: int = 2048
+    max_running: int = 256
+    max_context: int | None = None
+    step_deadline_s: float = 60.0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    """What /v1/models calls the model; None: the folder's name."""
+
+    @property
+    def folder(self) -> Path:
+        folder = self.engine or self.model
+        assert folder is not None
+        return Path(folder)
+
+    def check(self) -> None:
+        """ValueError for options that do not go together."""
+        if (self.engine is None) == (self.model is None):
+            raise ValueError("--engine: give either --engine ENGINE or --model DIR with --dummy-weights SEED")
+        if (self.model is None) != (self.dummy_weights is None):
+            raise ValueError("--dummy-weights: goes with --model DIR and the reverse; for real weights build an engine")
+        started = environment.mpi_size()
+        if environment.under_mpirun() and self.ranks != started:
+            raise ValueError(f"--ranks: {self.ranks} asked for, but mpirun starts {started}; leave it out")
+
+
+def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
+    """ValueError or OSError says what is wrong with the folder."""
+    if options.engine is not None:
+        engine = open_engine(options.folder)
+        return engine.model, engine.source
+    assert options.dummy_weights is not None
+    model = load_config(options.folder)
+    return model, DummyWeights(model, options.dummy_weights)
+
+
+def engine_config(options: ServeOptions, model: ModelConfig) -> EngineConfig:
+    """Every layout is allowed whatever the first one is, so that an operator can switch. Raises ValueError."""
+    auto = options.layout.lower() == "auto"
+    fields: dict[str, Any] = dict(
+        num_ranks=options.ranks,
+        layout=Layout.TP if auto else Layout.parse(options.layout),
+        layouts=tuple(Layout),
+        dtype=options.dtype or model.dtype,
+        page_tokens=options.page_tokens,
+        max_batch_tokens=options.max_batch_tokens,
+        max_running=options.max_running,
+        max_context=options.max_context,
+        step_deadline_s=options.step_deadline_s,
+    )
+    memory = options.memory_bytes
+    if memory is None:
+        memory = default_memory_bytes(model, EngineConfig(**fields))
+    config = EngineConfig(memory_bytes=memory, **fields)
+    model_sizes(model, config)  # says which rank lacks how much, if one does
+    return config
+
+
+class OwnFrontend:
+    """The frontend as a child of rank 0, started before MPI is, with nothing of the rank's but two pipes.
+
+    One is its lifeline: it ends when this process does. What it writes comes through the other: a child that holds a
+    rank's standard streams would keep a dead mpirun waiting. If it ends before `close` otherwise than in order, this
+    process ends too, whatever it is doing.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        self._closing = False
+        self.link_address = f"ipc://{self._folder}/link"
+        http = frontend_options(options, self.link_address)
+        flags = ["--engine", http.engine, "--model-name", http.model_name, "--own-socket"]
+        flags += ["--host", http.host, "--port", str(http.port)]
+        flags += ["--tokenizer", http.tokenizer] if http.tokenizer else []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "splash_trt.frontend.main", *flags, "--lifeline", "0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment.for_child(),
+        )
+        self._follower = threading.Thread(target=self._follow, name="frontend", daemon=True)
+        self._follower.start()
+
+    def _follow(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            last_words(line.decode(errors="replace").rstrip("\n"))
+        code = self._process.wait()
+        lifeline.remove_sockets(self._folder)
+        if code and not self._closing:
+            last_words(f"rank 0: the frontend {how_it_ended(code)}")
+            os._exit(code if code > 0 else EXIT_FRONTEND)
+
+    def ended(self) -> bool:
+        """It has ended in order."""
+        return self._process.poll() == 0
+
+    def close(self) -> None:
+        """Let it end."""
+        self._closing = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._follower.join(FRONTEND_END_S)
+        if self._follower.is_alive():
+            self._process.kill()
+            self._follower.join()
+
+
+def how_it_ended(code: int) -> str:
+    """A process's exit code in words, as subprocess gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def check_frontend(options: ServeOptions) -> None:
+    """ValueError for what the frontend could not start with, before any rank is started for nothing."""
+    http = frontend_options(options, "ipc:///not/yet")
+    if http.tokenizer is not None:
+        Tokenizer(Path(http.tokenizer))
+    check_port(http)
+
+
+def frontend_options(options: ServeOptions, link_address: str) -> FrontendOptions:
+    tokenizer = open_engine(options.folder).tokenizer_dir if options.engine is not None else None
+    return FrontendOptions(
+        engine=link_address,
+        model_name=options.name or options.folder.resolve().name,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        host=options.host,
+        port=options.port,
+    )
+
+
+def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_path: str | None = None) -> NoReturn:
+    """This process is a rank of mpirun. link_address: where frontends connect; None: rank 0 starts one itself."""
+    rank = environment.mpi_rank()
+    if lifeline_path is not None:
+        lifeline.hold(Path(lifeline_path), f"rank {rank}")
+    frontend = OwnFrontend(options) if link_address is None and rank == 0 else None
+    if frontend is not None:
+        link_address = frontend.link_address
+
+    def program(world: World) -> int:
+        return _serve(world, options, link_address, frontend)
+
+    run_under_mpi(program, options.step_deadline_s, STARTUP_DEADLINE_S)
+
+
+def _serve(world: World, options: ServeOptions, link_address: str | None, frontend: OwnFrontend | None) -> int:
+    model, source = open_model(options)
+    config = engine_config(options, model)
+    worker = start_worker(world, model, config, source)
+    if world.rank != 0:
+        worker.follow()
+        return 0
+    assert link_address is not None
+    orchestrator = Orchestrator.of(model, config, worker, MeasuredPolicy())
+    if options.layout.lower() != "auto":
+        orchestrator.set_layout(options.layout, pin=True)
+    link = LinkServer(link_address)
+    ready = ready_message(model, config, new_incarnation())
+    server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
+    server.run(lambda: frontend is not None and frontend.ended())
+    world.control.send(Kind.STOP)
+    if frontend is not None:
+        frontend.close()
+    link.close()
+    return 0

@@ -1,0 +1,91 @@
+"""`splash-trt serve --ranks N` without mpirun: this process is the frontend, and starts mpirun for the ranks.
+
+A death anywhere ends the run: mpirun's end is noticed here, and the ranks notice this process's end by a lifeline.
+Exit codes: 0 after SIGINT or SIGTERM, 2 for what a user got wrong, mpirun's own (that of the rank that died first) or 1
+after anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from splash_trt import environment
+from splash_trt.dist.watchdog import last_words
+from splash_trt.frontend.main import EXIT_FAILED, LOG_FORMAT, run
+from splash_trt.frontend.main import Options as FrontendOptions
+from splash_trt.launch import mpirun_command
+from splash_trt.lifeline import Lifeline
+from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options, how_it_ended
+
+POLL_S = 0.1
+RANKS_END_S = 8.0
+LAST_WORDS_S = 3.0  # for the frontend to notice that the engine is gone, and to tell its clients
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is started with, as JSON on its command line."""
+
+    options: ServeOptions
+    link_address: str
+    lifeline_path: str
+
+
+def supervise(options: ServeOptions) -> int:
+    """Serve until told to stop; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+        lifeline_path, link_path = Path(folder) / "lifeline", Path(folder) / "link"
+        lifeline = Lifeline(lifeline_path)
+        address = f"ipc://{link_path}"
+        settings = RankSettings(options=options, link_address=address, lifeline_path=str(lifeline_path))
+        program = [sys.executable, "-m", "splash_trt", "serve-rank", msgspec.json.encode(settings).decode()]
+        # A session of its own: Ctrl-C reaches this process only, which lets the ranks finish in order.
+        ranks = subprocess.Popen(
+            mpirun_command(options.ranks, program),
+            stdin=subprocess.DEVNULL,
+            env=environment.for_mpirun(),
+            start_new_session=True,
+        )
+        code = EXIT_FAILED
+        try:
+            code = asyncio.run(_serve(frontend_options(options, address), ranks))
+        finally:
+            # Ranks that still load do not listen to anybody, and those of a run that failed need not end in order.
+            if code != 0 or not link_path.exists():
+                ranks.terminate()
+            _end(ranks)
+            lifeline.close()
+        if code == EXIT_FAILED and ranks.returncode:
+            last_words(f"splash-trt: mpirun {how_it_ended(ranks.returncode)}")
+            return ranks.returncode if ranks.returncode > 0 else EXIT_FAILED
+        return code
+
+
+async def _serve(options: FrontendOptions, ranks: subprocess.Popen[bytes]) -> int:
+    """The frontend, until it ends or mpirun does; the exit code."""
+    frontend = asyncio.ensure_future(run(options))
+    while not frontend.done() and ranks.poll() is None:
+        await asyncio.wait({frontend}, timeout=POLL_S)
+    await asyncio.wait({frontend}, timeout=LAST_WORDS_S)
+    if frontend.done():
+        return frontend.result()
+    frontend.cancel()
+    return EXIT_FAILED
+
+
+def _end(ranks: subprocess.Popen[bytes]) -> None:
+    """Wait for mpirun to end by itself, then make it."""
+    for stop in (lambda: None, ranks.terminate, ranks.kill):
+        stop()
+        try:
+            ranks.wait(RANKS_END_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
