@@ -6,10 +6,14 @@ anything, but its sockets close.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 from pathlib import Path
+from typing import NoReturn
+
+from splash_trt.dist.watchdog import last_words
 
 EXIT_ORPHANED = 71
 
@@ -40,13 +44,34 @@ class Lifeline:
 
 
 def hold(path: Path, name: str) -> None:
-    """End this process within a moment of the end of the process that listens at `path`. name: for the last words."""
+    """End this process within a moment of the end of the process that listens at `path`. name: for the last words.
+
+    Before that, remove the folder of sockets that `path` is in, which the other process had no time to do.
+    """
     line = socket.socket(socket.AF_UNIX)
-    line.connect(str(path))
-    threading.Thread(target=_watch, args=(line, name), name="lifeline", daemon=True).start()
+    try:
+        line.connect(str(path))
+    except OSError:
+        _end(path.parent, name)
+    threading.Thread(target=_watch, args=(line, path.parent, name), name="lifeline", daemon=True).start()
 
 
-def _watch(line: socket.socket, name: str) -> None:
-    line.recv(1)
-    os.write(2, f"{name}: its supervisor is gone\n".encode())
+def _watch(line: socket.socket, folder: Path, name: str) -> None:
+    with contextlib.suppress(OSError):
+        line.recv(1)
+    _end(folder, name)
+
+
+def remove_sockets(folder: Path) -> None:
+    """Remove a run's folder of sockets. Several processes may do so at once; what is no socket stays."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_socket():
+                path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _end(folder: Path, name: str) -> NoReturn:
+    remove_sockets(folder)
+    last_words(f"{name}: its supervisor is gone")
     os._exit(EXIT_ORPHANED)

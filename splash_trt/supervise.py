@@ -26,6 +26,8 @@ from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options, how_
 
 POLL_S = 0.1
 RANKS_END_S = 8.0
+MPIRUN_END_S = 2.0
+TERMINATE_S = 4.0
 LAST_WORDS_S = 3.0  # for the frontend to notice that the engine is gone, and to tell its clients
 
 
@@ -53,14 +55,13 @@ def supervise(options: ServeOptions) -> int:
             env=environment.for_mpirun(),
             start_new_session=True,
         )
-        code = EXIT_FAILED
+        patience_s = 0.0
         try:
             code = asyncio.run(_serve(frontend_options(options, address), ranks))
+            # Ranks that still load do not listen to anybody. If one has died, mpirun is about to say so and to end.
+            patience_s = MPIRUN_END_S if code != 0 else RANKS_END_S if link_path.exists() else 0.0
         finally:
-            # Ranks that still load do not listen to anybody, and those of a run that failed need not end in order.
-            if code != 0 or not link_path.exists():
-                ranks.terminate()
-            _end(ranks)
+            _end(ranks, patience_s)
             lifeline.close()
         if code == EXIT_FAILED and ranks.returncode:
             last_words(f"splash-trt: mpirun {how_it_ended(ranks.returncode)}")
@@ -80,12 +81,13 @@ async def _serve(options: FrontendOptions, ranks: subprocess.Popen[bytes]) -> in
     return EXIT_FAILED
 
 
-def _end(ranks: subprocess.Popen[bytes]) -> None:
-    """Wait for mpirun to end by itself, then make it."""
-    for stop in (lambda: None, ranks.terminate, ranks.kill):
-        stop()
+def _end(ranks: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Wait for mpirun to end by itself, then make it: told to, it ends its ranks within two seconds."""
+    for stop, wait_s in ((None, patience_s), (ranks.terminate, TERMINATE_S), (ranks.kill, TERMINATE_S)):
+        if stop is not None:
+            stop()
         try:
-            ranks.wait(RANKS_END_S)
+            ranks.wait(wait_s)
             return
         except subprocess.TimeoutExpired:
             continue

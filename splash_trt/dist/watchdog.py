@@ -5,7 +5,7 @@ there. It ends the process when
 - the rank has been inside a step, a collective or its start-up for longer than the deadline,
 - another rank of this node gives no sign of life for that long while this one idles: it is stopped,
 - SIGTERM arrives, which mpirun sends to the others when a rank has died,
-- the parent process is gone: mpirun was killed, which ranks can survive.
+- the parent process is gone: mpirun was killed, which ranks can survive. They also remove what mpirun would have.
 The end is os._exit, upon which mpirun ends the other ranks.
 """
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
 
+from splash_trt import environment
 from splash_trt.dist.board import Phase, Row, Watch
 
 EXIT_STUCK = 70
@@ -77,6 +79,7 @@ class Watchdog:
     def _check(self, now: int, awake_since: int) -> None:
         if os.getppid() != self._parent:
             _remove_segments()
+            _remove_launcher_folder(self._parent)
             self._end(f"mpirun (pid {self._parent}) is gone, in {self._doing()}", EXIT_STUCK)
         own = self._watch.row()
         if own.phase not in _WAITS_FOR_EVER:
@@ -103,8 +106,15 @@ class Watchdog:
     def _end(self, message: str, code: int) -> None:
         step = self._watch.step
         place = "before the first step" if step < 0 else f"step {step}"
-        os.write(2, f"rank {self._watch.rank}: {place}: {message}\n".encode())
+        last_words(f"rank {self._watch.rank}: {place}: {message}")
         os._exit(code)
+
+
+def last_words(text: str) -> None:
+    """A line on stderr, unbuffered. Nothing happens if nobody can read it: a rank whose mpirun is gone has a broken
+    pipe there, and what follows the words must be done all the same."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 def suspect(rows: Sequence[Row], rank: int, now_ns: int) -> str:
@@ -141,6 +151,14 @@ def _remove_segments() -> None:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # each rank has mapped those of all
             os.unlink(path)
+
+
+def _remove_launcher_folder(mpirun: int) -> None:
+    """Removes mpirun's folder of temporary files, which it removes itself unless it is killed."""
+    folder = environment.launcher_folder()
+    # Its name ends in mpirun's pid. Nothing else is removed, whatever the environment says.
+    if folder is not None and folder.name.endswith(f".{mpirun}"):
+        shutil.rmtree(folder, ignore_errors=True)  # the other ranks do the same
 
 
 def _exists(pid: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
+import contextlib
 import sys
 import threading
 import traceback
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from splash_trt.dist.board import ROW_BYTES, Board, Watch
 from splash_trt.dist.collectives_mpi import MpiCollectives
 from splash_trt.dist.control_mpi import MpiControl
-from splash_trt.dist.watchdog import Watchdog
+from splash_trt.dist.watchdog import Watchdog, last_words
 from splash_trt.dist.world import World
 
 EXIT_ERROR = 1
@@ -74,8 +74,9 @@ class MpiWorld:
 def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
     """Ends all ranks of mpirun; for a rank that has no MpiWorld yet."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    sys.stdout.flush()
-    os.write(2, f"{place}: {type(error).__name__}: {error}\n{text}".encode())
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    last_words(f"{place}: {type(error).__name__}: {error}\n{text.rstrip()}")
     MPI.COMM_WORLD.Abort(code)
 
 

@@ -14,7 +14,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from splash_trt import link
-from splash_trt.frontend.errors import ApiError, unavailable
+from splash_trt.frontend.errors import ApiError, engine_ended, unavailable
 from splash_trt.link import (
     Cancel,
     Frames,
@@ -94,7 +94,8 @@ class Route:
 class EngineClient:
     """Speaks with one engine at a time; messages of an incarnation other than the last Ready's are dropped.
 
-    `lost` is set when an engine that was ready is gone. Use it from one event loop, between `start` and `close`.
+    `found` is set when an engine is ready, `lost` when an engine that was ready is gone. Use it from one event loop,
+    between `start` and `close`.
     """
 
     def __init__(self, address: str, listener: Listener) -> None:
@@ -115,6 +116,7 @@ class EngineClient:
         self._last_frames = 0.0
         self.ready: Ready | None = None
         self.status: Status | None = None
+        self.found = asyncio.Event()
         self.lost = asyncio.Event()
 
     def start(self) -> None:
@@ -243,6 +245,7 @@ class EngineClient:
             self.status = None
             self._listener.on_restart()
         self.ready = ready
+        self.found.set()
 
     def _take_frames(self, frames: Frames) -> None:
         self.status = frames.status
@@ -271,5 +274,5 @@ class EngineClient:
                 self._connected = False
                 if self.ready is not None:
                     await asyncio.sleep(LAST_FRAMES_S)
-                    self.fail_all(ApiError("the engine ended", status=500, code="engine_ended"))
+                    self.fail_all(engine_ended())
                     self.lost.set()

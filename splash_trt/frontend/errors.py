@@ -44,3 +44,8 @@ class ApiError(Exception):
 def unavailable(message: str, code: str) -> ApiError:
     """The server cannot take requests now; it may be able to soon."""
     return ApiError(message, status=503, code=code, retry_after_s=1)
+
+
+def engine_ended() -> ApiError:
+    """For requests that were under way when it did."""
+    return ApiError("the engine ended", status=500, code="engine_ended")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,14 +23,16 @@ from aiohttp import web
 
 from splash_trt.frontend.app import Frontend
 from splash_trt.frontend.engine_client import EngineClient
-from splash_trt.frontend.errors import unavailable
+from splash_trt.frontend.errors import engine_ended, unavailable
 from splash_trt.frontend.metrics import Metrics
 from splash_trt.frontend.tokenizer import Tokenizer
+from splash_trt.lifeline import remove_sockets
 
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+LOG_FORMAT = "frontend: %(levelname)s %(message)s"
 LAST_WORDS_S = 1.0  # for handlers to tell their clients how it ended
 LIFELINE_GRACE_S = 0.8
 
@@ -57,6 +60,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """File descriptor of a pipe's reading end; this process ends when the pipe does."""
     end_engine: bool = True
     """Tell the engine to end when a signal ends this process."""
+    own_socket: bool = False
+    """Remove the engine's socket and its folder at the end, as the engine may not live to do it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -110,19 +115,25 @@ async def run(options: Options) -> int:
     ending = Ending()
     loop = asyncio.get_running_loop()
     if options.lifeline is not None:
-        _watch_lifeline(options.lifeline, loop, ending)
+        _watch_lifeline(options, options.lifeline, loop, ending)
     # handler_cancellation: a client that goes away takes its handler along, which cancels its requests.
     runner = web.AppRunner(
         frontend.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
     )
+    # It would log a traceback for each client that speaks no HTTP; what fails in a handler is logged there.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
     engine.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.on_signal, number.name)
+    ready = None
     try:
         await _listen(runner, options)
+        ready = asyncio.create_task(_announce(engine, runner, options))
         return await _serve(options, frontend, engine, runner, ending)
     finally:
+        if ready is not None:
+            ready.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         await runner.cleanup()
@@ -133,8 +144,32 @@ async def _listen(runner: web.AppRunner, options: Options) -> None:
     try:
         await web.TCPSite(runner, options.host, options.port).start()
     except OSError as error:
-        raise ValueError(f"port: cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
-    log.info("listening on http://%s:%d", *runner.addresses[0][:2])
+        raise _cannot_listen(options, error) from None
+    log.info("port %d is open; waiting for the engine", runner.addresses[0][1])
+
+
+def check_port(options: Options) -> None:
+    """ValueError if nothing can listen on host and port now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise _cannot_listen(options, error) from None
+
+
+def _cannot_listen(options: Options, error: OSError) -> ValueError:
+    why = error.strerror or error
+    return ValueError(f"port: cannot listen on {options.host}:{options.port}: {why}; choose another --port")
+
+
+async def _announce(engine: EngineClient, runner: web.AppRunner, options: Options) -> None:
+    await engine.found.wait()
+    log.info("listening on http://%s:%d for %s", *runner.addresses[0][:2], options.model_name)
 
 
 async def _serve(
@@ -162,7 +197,7 @@ async def _serve(
     log.info("ending: %s", ending.why)
     if ending.code == 0:
         await _until_idle(frontend, ending, options.shutdown_deadline_s, engine)
-    engine.fail_all(unavailable("the server is shutting down", "shutting_down"))
+    engine.fail_all(unavailable("the server is shutting down", "shutting_down") if ending.code == 0 else engine_ended())
     await _until_idle(frontend, ending, LAST_WORDS_S)
     if options.end_engine:
         engine.shut_down_engine()
@@ -180,7 +215,7 @@ async def _until_idle(
         await asyncio.sleep(0.02)
 
 
-def _watch_lifeline(fd: int, loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
+def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
     """A thread, so that it works also while the event loop is busy."""
     try:
         os.fstat(fd)
@@ -194,9 +229,15 @@ def _watch_lifeline(fd: int, loop: asyncio.AbstractEventLoop, ending: Ending) ->
         with suppress(RuntimeError):  # the loop may have ended by itself
             loop.call_soon_threadsafe(ending.ask, "the lifeline ended", EXIT_FAILED)
         time.sleep(LIFELINE_GRACE_S)
+        _remove_socket(options)
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _remove_socket(options: Options) -> None:
+    if options.own_socket:
+        remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -212,13 +253,18 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--shutdown-deadline", dest="shutdown_deadline_s", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="end when this pipe does")
     parser.add_argument("--keep-engine", dest="end_engine", action="store_false", help="leave the engine running")
+    parser.add_argument("--own-socket", action="store_true", help="remove the engine's socket at the end")
     return Options(**vars(parser.parse_args(argv)))
 
 
 def main(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="frontend: %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
-        return asyncio.run(run(parse(argv)))
+        options = parse(argv)
+        try:
+            return asyncio.run(run(options))
+        finally:
+            _remove_socket(options)
     except ValueError as error:
         print(f"frontend: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -83,7 +83,7 @@ def start_frontend(address: str, *flags: str, pass_fds: tuple[int, ...] = ()) ->
         assert process.stderr is not None
         for line in process.stderr:
             frontend.log.append(line)
-            found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", line)
+            found = re.search(r"port (\d+) is open", line)
             if found:
                 frontend.port = int(found[1])
                 listening.set()
