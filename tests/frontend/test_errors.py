@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from splash_trt.frontend.main import main
 from tests.frontend.fake_engine import FakeEngine
 from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
 
@@ -222,7 +223,5 @@ def test_without_a_tokenizer(shared: tuple[FakeEngine, str]) -> None:
     ],
 )
 def test_bad_flags(flags: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from splash_trt.frontend.main import main
-
     assert main(["--engine", "ipc:///tmp/splash-none", "--model-name", "echo", "--port", "0", *flags]) == 2
     assert word in capsys.readouterr().err
