@@ -47,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of each request's prompt."""
     budgets: tuple[int, ...]
     """migration_bytes."""
+    max_slowdown: float
+    """migration_max_slowdown; where it is large the budget never shrinks."""
     rounds: int
     """Tours; the first one is thrown away."""
     around: int
@@ -100,6 +102,8 @@ def measure(world: World, settings: Settings) -> Findings:
             dtype=settings.dtype,
             max_running=settings.batch,
             migration_bytes=budget,
+            migration_max_slowdown=settings.max_slowdown,
+            switch_deadline_s=600.0,
         )
         if world.rank == 0:
             rows += _tours(served, settings, context, budget)

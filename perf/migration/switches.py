@@ -41,6 +41,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="requests that decode all the time")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--budgets", type=int, nargs="+", default=[1 << 20], help="migration_bytes at the start")
+    parser.add_argument("--max-slowdown", type=float, default=1000.0, help="at which budgets shrink; by default never")
     parser.add_argument("--rounds", type=int, default=4, help="tours of all pairs, the first of which is thrown away")
     parser.add_argument("--around", type=int, default=8, help="steps before each switch")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
