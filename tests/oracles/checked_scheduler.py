@@ -9,6 +9,7 @@ import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, Residency
+from splash_trt.layout.switch import State
 from splash_trt.migration.diff import Sizes
 from splash_trt.plan import LAST_SAMPLED, SAMPLE, Plan, StepResult, decode, encode
 from splash_trt.request import Request, SamplingParams
@@ -139,8 +140,10 @@ class CheckedScheduler:
     def schedule(self, now: float = 0.0) -> Plan | None:
         """The first half of a turn: a plan, which the ranks execute at once."""
         self.outputs.take(self.scheduler.expire(now))
+        before = self.switcher.state
         plan = self.scheduler.schedule(now)
         short = bool((self.scheduler.directory.free_pages() == 0).any())
+        short |= self.switcher.state is not before and self.switcher.state is State.ABORTING  # which gave room back
         self._check_decodes(plan, short)
         if plan is not None:
             plan = decode(encode(plan))
