@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.plan import Plan
 
@@ -100,8 +98,3 @@ class Rows:
             for slot in slots
             for i, unsent in enumerate(self._rows[slot])
         )
-
-
-def last_before(plans: Sequence[Plan], epoch: int) -> int:
-    """The index of the first plan of `epoch`."""
-    return int(np.flatnonzero([plan.epoch == epoch for plan in plans])[0])

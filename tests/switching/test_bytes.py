@@ -31,7 +31,7 @@ class Transport:
 
     def count(self, exchange: Callable[..., str]) -> Callable[..., str]:
         def counted(mover: Mover, *arguments: Any) -> str:
-            comm = mover._comm
+            comm: Any = mover._comm
             before = comm.bytes_sent["all_to_all"]
             error = exchange(mover, *arguments)
             self.sent[comm.rank] += comm.bytes_sent["all_to_all"] - before

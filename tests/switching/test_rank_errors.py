@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from splash_trt.config import Layout
 from splash_trt.dist.collectives import RankFailure
@@ -27,13 +26,13 @@ SMALL = 2000
 class Fails:
     """Calls `function`, but raises RuntimeError once when the switch is in `state`."""
 
-    def __init__(self, server: Server, state: State, function: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, server: Server, state: State, function: Callable[..., Any]) -> None:
         self._server = server
         self._state = state
         self._function = function
         self.count = 0
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         if self._server.state is self._state and not self.count:
             self.count += 1
             raise RuntimeError("planted")
