@@ -151,7 +151,16 @@ class EngineServer:
                 del self._owners[delta.request_id], self._names[client, request_id]
         status = self._status()
         for client, deltas in by_client.items():
-            self._link.send(client, self._frames(turn, tuple(deltas), status))
+            if not self._link.send(client, self._frames(turn, tuple(deltas), status)):
+                self._forget(client)
+
+    def _forget(self, client: bytes) -> None:
+        """It went away: nobody will read what its requests generate."""
+        self._clients.discard(client)
+        for key, name in list(self._names.items()):
+            if key[0] == client:
+                self._orchestrator.cancel(name)
+                del self._names[key], self._owners[name]
 
     def _frames(self, turn: Turn, deltas: tuple[TokenDelta, ...], status: Status | None = None) -> Frames:
         return Frames(

@@ -51,14 +51,17 @@ class LinkServer:
             except (ValueError, RecursionError) as error:
                 log.warning("ignored what a frontend sent: %s", error)
 
-    def send(self, client: bytes, message: FromEngine) -> None:
+    def send(self, client: bytes, message: FromEngine) -> bool:
+        """False if the client has gone away."""
         try:
             self._socket.send_multipart([client, link.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             log.warning("a frontend does not read: a message for it was dropped")
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it went away
+            if error.errno != zmq.EHOSTUNREACH:
                 raise
+            return False
+        return True
 
     def close(self) -> None:
         self._socket.close()

@@ -136,6 +136,7 @@ class OwnFrontend:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment.for_child(),
+            start_new_session=True,  # mpirun ends a rank's whole process group; it is to outlive that for a moment
         )
         self._follower = threading.Thread(target=self._follow, name="frontend", daemon=True)
         self._follower.start()
