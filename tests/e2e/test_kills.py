@@ -1,0 +1,232 @@
+"""Whatever process of a run is killed, all end within seconds, with the cause on stderr, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splash_engines.build import build_engine
+from splash_engines.manifest import file_paths, read_manifest
+from tests.e2e.servers import MODEL, MODES, Server, StreamReader, command, free_port, run_to_end, wait_until
+
+pytestmark = pytest.mark.mpi
+
+END_S = 10.0
+STEP_DEADLINE_S = 4.0
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(engine: Path) -> Iterator[Start]:
+    """Starts a server and its streams; ends what the test leaves."""
+    servers = []
+
+    def start(mode: str, *flags: str) -> Server:
+        server = Server(mode, 2, ["--engine", str(engine), "--dtype", "float32", "--memory", "256M", *flags])
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def stream(server: Server, num: int = 3) -> list[StreamReader]:
+    """Streams that have begun and have far to go."""
+    readers = [StreamReader(server, {"prompt": [5, 6, 7 + i], "max_tokens": 3000}) for i in range(num)]
+    wait_until(lambda: all(reader.tokens for reader in readers), 60, "the first tokens")
+    server.look()
+    return readers
+
+
+def wait_for_end(server: Server, seconds: float = END_S) -> float:
+    """Seconds until every process of the run was gone; asserts that nothing of it is left."""
+    began = time.monotonic()
+    wait_until(lambda: not server.alive(), seconds, f"all gone\n{server.log}")
+    took = time.monotonic() - began
+    assert not server.leftovers(), server.log
+    return took
+
+
+def told(readers: list[StreamReader]) -> list[str]:
+    """The error code that each stream ended with."""
+    for reader in readers:
+        reader.join(10)
+    assert not any(reader.done or reader.is_alive() for reader in readers)
+    return [reader.error["code"] if reader.error else "nothing" for reader in readers]
+
+
+# What is on stderr. Nothing can be if mpirun is killed that a user started: ranks write through it.
+CAUSES = {
+    ("mpirun", "rank0"): r"rank 1: step \d+: ended by SIGTERM in .*; rank 0's process is gone \(step \d+",
+    ("mpirun", "rank1"): r"rank 0: step \d+: ended by SIGTERM in .*; rank 1's process is gone \(step \d+",
+    ("mpirun", "frontend"): r"rank 0: the frontend was ended by SIGKILL",
+    ("mpirun", "mpirun"): r"",
+    ("supervised", "rank0"): r"rank 1: step \d+: ended by SIGTERM in .*; rank 0's process is gone \(step \d+",
+    ("supervised", "rank1"): r"rank 0: step \d+: ended by SIGTERM in .*; rank 1's process is gone \(step \d+",
+    ("supervised", "frontend"): r"rank 0: its supervisor is gone",
+    ("supervised", "mpirun"): r"splash-trt: mpirun was ended by SIGKILL",
+}
+IN_CI = {("mpirun", "rank1"), ("supervised", "frontend")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [pytest.param(*case, marks=() if case in IN_CI else pytest.mark.nightly) for case in CAUSES]
+)
+def test_kill(start: Start, mode: str, kind: str, record_property: Callable[[str, Any], None]) -> None:
+    server = start(mode).wait_until_ready()
+    readers = stream(server)
+    server.find(kind).kill()
+    record_property("seconds", wait_for_end(server))
+    assert server.process.wait() == {
+        ("mpirun", "rank0"): 137,
+        ("mpirun", "rank1"): 137,
+        ("mpirun", "frontend"): 72,
+        ("supervised", "rank0"): 137,
+        ("supervised", "rank1"): 137,
+        ("supervised", "mpirun"): 1,
+    }.get((mode, kind), -signal.SIGKILL)
+    assert re.search(CAUSES[mode, kind], server.log), server.log
+    assert "Traceback" not in server.log, server.log
+    assert told(readers) == ["nothing" if kind == "frontend" else "engine_ended"] * 3, server.log
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_run_by_the_deadline(start: Start, mode: str, rank: int) -> None:
+    server = start(mode, "--step-deadline", str(STEP_DEADLINE_S)).wait_until_ready()
+    readers = stream(server)
+    server.find(f"rank{rank}").suspend()
+    wait_for_end(server, STEP_DEADLINE_S + END_S)
+    assert server.process.wait() == 70
+    place = rf"rank {1 - rank}: step \d+: no progress for [\d.]+ s in .*; rank {rank} is behind \(step \d+"
+    assert re.search(place, server.log), server.log
+    assert told(readers) == ["engine_ended"] * 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_ranks_of_our_own_in_order(start: Start, number: signal.Signals) -> None:
+    server = start("supervised").wait_until_ready()
+    short = StreamReader(server, {"prompt": [5, 6, 7], "max_tokens": 12})
+    readers = stream(server)
+    os.killpg(server.process.pid, number)  # as a terminal does
+    wait_for_end(server, 10 + 2 * END_S)  # streams have 10 s to finish in
+    assert server.process.wait() == 0
+    short.join(5)
+    assert short.done and len(short.tokens) == 12
+    assert told(readers) == ["shutting_down"] * 3
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_mpirun_ends_its_ranks_and_tells_the_streams(start: Start, number: signal.Signals) -> None:
+    server = start("mpirun").wait_until_ready()
+    readers = stream(server)
+    os.killpg(server.process.pid, number)
+    wait_for_end(server)
+    assert server.process.wait() == 1  # Open MPI's own for both signals
+    assert told(readers) == ["engine_ended"] * 3
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.nightly
+def test_a_signal_to_the_frontend_that_rank_0_started_ends_the_run_in_order(start: Start) -> None:
+    server = start("mpirun").wait_until_ready()
+    server.find("frontend").send_signal(signal.SIGTERM)
+    wait_for_end(server)
+    assert server.process.wait() == 0, server.log
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_a_signal_while_ranks_start(start: Start, mode: str) -> None:
+    server = start(mode)
+    wait_until(lambda: "is open; waiting for the engine" in server.log, 120, "the frontend")
+    server.look()
+    os.killpg(server.process.pid, signal.SIGINT)
+    wait_for_end(server)
+    assert server.process.wait() == (0 if mode == "supervised" else 1), server.log
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An engine of which one byte differs, in the last expert, that only the last rank reads; and the file it is in."""
+    folder = tmp_path_factory.mktemp("damaged") / "engine"
+    build_engine(MODEL, folder, self_contained=True)
+    manifest = read_manifest(folder)
+    tensor = next(t for t in manifest.tensors if ".experts." in t.name and len(t.parts) > 1)
+    part = tensor.parts[-1]
+    path = file_paths(folder, manifest)[part.file]
+    data = bytearray(path.read_bytes())
+    data[part.offset] ^= 1
+    path.write_bytes(data)
+    return folder, path
+
+
+@pytest.mark.parametrize("mode", ["supervised", pytest.param("mpirun", marks=pytest.mark.nightly)])
+def test_a_rank_that_cannot_load(damaged: tuple[Path, Path], tmp_path: Path, mode: str) -> None:
+    engine, path = damaged
+    flags = ["--engine", str(engine), "--port", str(free_port()), "--memory", "256M"]
+    code, stderr = run_to_end(command(mode, 2, flags), tmp_path)
+    assert code == 1, stderr
+    assert f"rank 1: before the first step: ValueError: {path}: was changed, damaged or cut short" in stderr
+    assert not list(tmp_path.iterdir())
+
+
+OPTION_ERRORS = {
+    "memory": (["--memory", "1K"], "--memory: 1024 is too small"),
+    "layout": (["--layout", "xp"], "'--layout': 'xp' is not one of"),
+    "engine": (["--engine", "/nowhere"], "/nowhere: is not a folder"),
+    "ranks": (["--ranks", "3"], "--ranks: 3 asked for, but mpirun starts 2"),
+}
+
+
+def check_refused(mode: str, engine: Path, folder: Path, flags: list[str], message: str) -> None:
+    """One line says it, once, and no rank has begun."""
+    code, stderr = run_to_end(command(mode, 2, ["--engine", str(engine), *flags]), folder)
+    assert code == 2, stderr
+    lines = [line for line in stderr.splitlines() if line.startswith("splash-trt: ")]
+    assert len(lines) == 1 and message in lines[0], stderr
+    assert "rank" not in stderr.replace(lines[0], "") or mode == "mpirun", stderr
+    assert "Traceback" not in stderr and "frontend" not in stderr, stderr
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", [name for name in OPTION_ERRORS if name != "ranks"])
+def test_a_wrong_option(engine: Path, tmp_path: Path, name: str) -> None:
+    check_refused("supervised", engine, tmp_path, *OPTION_ERRORS[name])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ranks" else pytest.mark.nightly) for name in OPTION_ERRORS]
+)
+def test_a_wrong_option_under_mpirun(engine: Path, tmp_path: Path, name: str) -> None:
+    check_refused("mpirun", engine, tmp_path, *OPTION_ERRORS[name])
+
+
+@pytest.mark.parametrize("mode", ["supervised", pytest.param("mpirun", marks=pytest.mark.nightly)])
+def test_a_port_in_use(engine: Path, tmp_path: Path, mode: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        check_refused(mode, engine, tmp_path, ["--port", port], f"--port: cannot listen on 127.0.0.1:{port}")
+
+
+def test_an_engine_without_a_usable_tokenizer(engine: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    (copy / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "t").mkdir()
+    check_refused("supervised", copy, tmp_path / "t", [], "tokenizer.json: ")
