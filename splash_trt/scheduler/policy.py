@@ -2,7 +2,8 @@
 
 This policy starts from a rule of thumb and corrects it by measured step times: a layout that was measured slower than
 another for a batch of this size loses to it. It is sticky: it changes its mind only after several looks in a row, not
-soon after a switch, and not for a small gain.
+soon after a switch, not for a small gain, and leaves data parallel only when well below the crowd that led to it. A
+long prompt is the exception: what is left of it is known, and it would be over before several looks.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class Policy(Protocol):
 
 LONG_PREFILL_CHUNKS = 4  # a prompt of so many steps or more is long
 CROWD_PER_RANK = 2  # so many requests a rank make data parallel's shares even
+STILL_CROWD_PER_RANK = 1  # in data parallel: so many are still a crowd
 FULL_SHARE = 0.9  # of the cache: above it, room decides
 MIN_GAIN = 0.1  # of the step time
-LOOKS = 8  # times in a row that the answer must be the same
+LOOKS = 8  # times in a row that the answer must be the same; for a long prompt one is enough
+MIN_STEPS = 8  # before the mean of their times counts as measured
 MIN_DWELL_S = 2.0
 SMOOTHING = 0.1  # weight of a new step time in the running mean
 
@@ -60,7 +63,7 @@ class MeasuredPolicy:
     """Rule of thumb, corrected by running means of decode step times per (layout, batch size class)."""
 
     def __init__(self) -> None:
-        self._means: dict[tuple[Layout, int], float] = {}
+        self._times: dict[tuple[Layout, int], tuple[int, float]] = {}  # steps, mean
         self._wanted: Layout | None = None
         self._looks = 0
         self._since = 0.0
@@ -70,8 +73,8 @@ class MeasuredPolicy:
         if num_tokens != running or running == 0:
             return  # prefill in it: no measure of a decode step
         key = (layout, running.bit_length())
-        mean = self._means.get(key, seconds)
-        self._means[key] = mean + SMOOTHING * (seconds - mean)
+        steps, mean = self._times.get(key, (0, seconds))
+        self._times[key] = (steps + 1, mean + max(SMOOTHING, 1 / (steps + 1)) * (seconds - mean))
 
     def decide(self, load: Load) -> Decision | None:
         if load.layout is not self._layout:
@@ -82,18 +85,26 @@ class MeasuredPolicy:
             return None
         self._looks = self._looks + 1 if wanted is self._wanted else 1
         self._wanted = wanted
-        if self._looks < LOOKS or load.now - self._since < MIN_DWELL_S:
+        looks = 1 if wanted is Layout.CP else LOOKS
+        if self._looks < looks or load.now - self._since < MIN_DWELL_S:
             return None
         self._wanted = None
         return Decision(wanted, why)
 
     def _wish(self, load: Load) -> tuple[Layout, str]:
         wanted, why = rule_of_thumb(load)
+        full = load.held_tokens > FULL_SHARE * load.capacity_tokens[load.layout]
+        if full or wanted is Layout.CP:
+            return wanted, why  # times of decode steps say nothing about room, and nothing about prompts
         size = load.running.bit_length()
-        here, there = self._means.get((load.layout, size)), self._means.get((wanted, size))
+        here, there = self._measured(load.layout, size), self._measured(wanted, size)
         if here is not None and there is not None and there > here * (1 - MIN_GAIN):
             return load.layout, f"{wanted.name.lower()} was measured no faster: {there:.4f} s a step against {here:.4f}"
         return wanted, why
+
+    def _measured(self, layout: Layout, size: int) -> float | None:
+        steps, mean = self._times.get((layout, size), (0, 0.0))
+        return mean if steps >= MIN_STEPS else None
 
 
 def rule_of_thumb(load: Load) -> tuple[Layout, str]:
@@ -101,7 +112,8 @@ def rule_of_thumb(load: Load) -> tuple[Layout, str]:
     allowed = load.capacity_tokens
     if not load.running and not load.waiting:
         return load.layout, "idle"
-    crowd = load.running + load.waiting >= CROWD_PER_RANK * load.num_ranks
+    per_rank = STILL_CROWD_PER_RANK if load.layout is Layout.DP else CROWD_PER_RANK
+    crowd = load.running + load.waiting >= per_rank * load.num_ranks
     long_prefill = load.longest_prefill >= LONG_PREFILL_CHUNKS * load.chunk_tokens
     wishes: list[tuple[Layout, str]] = []
     if long_prefill and not crowd:
