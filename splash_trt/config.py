@@ -24,6 +24,8 @@ class Layout(enum.IntEnum):
 
 
 DTYPES = ("float64", "float32", "bfloat16")
+MAX_DEADLINE_S = 1e6
+"""Eleven days; clocks count nanoseconds in 64 bits, which infinity does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,10 @@ class EngineConfig:
     """A rank that waits longer than this inside one step ends the run."""
 
     def __post_init__(self) -> None:
+        for layout in (self.layout, *self.layouts):
+            if not isinstance(layout, Layout):
+                field = "layout" if layout is self.layout else "layouts"
+                raise ValueError(f"{field}: {layout!r} is not a Layout; Layout.parse makes one of a name")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
         for field, low, high in (
@@ -88,8 +94,9 @@ class EngineConfig:
         if self.max_context is not None and not (isinstance(self.max_context, int) and self.max_context >= 1):
             raise ValueError(f"max_context: {self.max_context!r} is not a positive whole number of tokens")
         for field in ("step_deadline_s", "switch_deadline_s"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}: {getattr(self, field)} is not a positive number of seconds")
+            if not 0 < getattr(self, field) <= MAX_DEADLINE_S:
+                allowed = f"a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}"
+                raise ValueError(f"{field}: {getattr(self, field)} is not {allowed}")
         for field in ("switch_hold_s", "migration_max_slowdown"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is negative")
