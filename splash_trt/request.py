@@ -10,6 +10,7 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 256
+MAX_PRIORITY = 1 << 31  # the scheduler keeps priorities, and their negatives, in 64 bits
 
 
 class FinishReason(str, enum.Enum):
@@ -69,6 +70,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         ok = self.deadline_s is None or self.deadline_s > 0
         _check(ok, "deadline_s", self.deadline_s, "a positive number of seconds")
+        ok = -MAX_PRIORITY <= self.priority <= MAX_PRIORITY
+        _check(ok, "priority", self.priority, f"from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
     @property
     def seed(self) -> int:

@@ -107,6 +107,12 @@ def test_deadlines_are_positive(deadline: float) -> None:
         Request(id="a", prompt=(1,), sampling=SamplingParams(), deadline_s=deadline)
 
 
+@pytest.mark.parametrize("priority", [2**31 + 1, -(2**31) - 1, 2**63])
+def test_priorities_that_the_scheduler_cannot_keep_are_refused(priority: int) -> None:
+    with pytest.raises(ValueError, match=f"priority: {priority} "):
+        Request(id="a", prompt=(1,), sampling=SamplingParams(), priority=priority)
+
+
 def test_a_token_id_is_a_whole_number() -> None:
     with pytest.raises(ValueError, match="prompt.*1.5"):
         Request(id="a", prompt=(1.5,), sampling=SamplingParams()).check(10, 10)  # type: ignore[arg-type]
