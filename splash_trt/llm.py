@@ -19,7 +19,7 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
 from splash_trt.dist.world import ThreadWorld, World
-from splash_trt.memory.map import capacity
+from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
@@ -59,6 +59,7 @@ class LLM:
             config.setdefault("layouts", tuple(Layout))
         self.config = EngineConfig(num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout), **config)
         self.capacity = capacity(self.model, self.config, self.config.layout)
+        model_sizes(self.model, self.config)  # refuses what another allowed layout has no room for, while no rank runs
         self._source: WeightSource = (
             Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
         )
@@ -93,14 +94,17 @@ class LLM:
             return msgspec.convert(answer, list[Completion])
         control = self._worker.world.control
         try:
-            outputs = self._run(requests, self.orchestrator)
+            self._add(requests, self.orchestrator)
         except ValueError as error:
             control.send_object(str(error))  # every rank raises the same
             raise
+        outputs = self._run(requests, self.orchestrator)
         control.send_object(msgspec.to_builtins(outputs))
         return outputs
 
-    def _run(self, requests: Sequence[Request], orchestrator: Orchestrator) -> list[Completion]:
+    @staticmethod
+    def _add(requests: Sequence[Request], orchestrator: Orchestrator) -> None:
+        """All of them or, with a ValueError, none."""
         added = []
         try:
             for request in requests:
@@ -110,6 +114,9 @@ class LLM:
             for request_id in added:
                 orchestrator.cancel(request_id)
             raise
+
+    @staticmethod
+    def _run(requests: Sequence[Request], orchestrator: Orchestrator) -> list[Completion]:
         deltas: dict[str, list[TokenDelta]] = {request.id: [] for request in requests}
         while not orchestrator.idle:
             for delta in orchestrator.step():

@@ -3,10 +3,16 @@ as the witness that the case is the one meant."""
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import pytest
 
+from splash_trt.config import EngineConfig
 from splash_trt.llm import LLM
+from splash_trt.memory.map import memory_map
+from splash_trt.models.families import load_config
+from splash_trt.orchestrator import Orchestrator
 from tests.layouts.harness import (
     LAYOUTS,
     MEMORY_BYTES,
@@ -107,3 +113,30 @@ def test_no_rank_outlives_an_error(models: Models) -> None:
     ):
         llm.generate([[1, 2], []])
     assert rank_threads() <= before
+
+
+def test_no_rank_starts_for_a_layout_without_room(models: Models) -> None:
+    """The layout that serves first fits; one that it may switch to does not."""
+    folder, before = models.folder("v3_base"), rank_threads()
+    sizes = memory_map(load_config(folder), EngineConfig(num_ranks=2, dtype="float64"), 0)
+    memory = sizes.pages_offset + sizes.page_bytes
+    with LLM(folder, ranks=2, layout="tp", dtype="float64", memory_bytes=memory):
+        pass
+    with pytest.raises(ValueError, match="memory_bytes: .* too small for layout dp on rank 0"):
+        LLM(folder, ranks=2, layout="auto", dtype="float64", memory_bytes=memory)
+    assert rank_threads() <= before
+
+
+def test_a_failing_step_is_not_taken_for_a_wrong_prompt(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are in the middle of a step are sent nothing: the failure ends the run."""
+
+    def fail(self: Orchestrator) -> NoReturn:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Orchestrator, "step", fail)
+    with LLM(models.folder("v3_base"), ranks=2, layout="tp", memory_bytes=MEMORY_BYTES, dtype="float64") as llm:
+        sent: list[object] = []
+        monkeypatch.setattr(type(llm._worker.world.control), "send_object", lambda self, value: sent.append(value))
+        with pytest.raises(ValueError, match="a bug"):
+            llm.generate([[1, 2]])
+        assert not sent
