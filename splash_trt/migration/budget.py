@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections import deque
 from statistics import median
 
-KEPT = 64  # step times remembered
-ENOUGH = 8  # of each kind before they are compared
+ENOUGH = 8  # steps that moved something before they are judged
 
 
 class Budget:
-    """Grows while steps that move something are hardly slower than those that do not, and shrinks when they are.
+    """Grows while steps that move something are hardly slower than like steps that do not, and shrinks when they are.
 
-    start_bytes is the first budget; it stays between floor_bytes and ceiling_bytes. max_slowdown: 0.05 means 5 %.
+    Every switch begins with start_bytes; the budget stays between floor_bytes and ceiling_bytes. max_slowdown: 0.05
+    means 5 %.
     """
 
     def __init__(self, start_bytes: int, floor_bytes: int, ceiling_bytes: int, max_slowdown: float) -> None:
         self._floor, self._ceiling = floor_bytes, max(floor_bytes, ceiling_bytes)
         self._max_slowdown = max_slowdown
-        self.bytes_per_step = min(max(start_bytes, floor_bytes), self._ceiling)
-        self._moving: deque[float] = deque(maxlen=KEPT)
-        self._plain: deque[float] = deque(maxlen=KEPT)
-
-    def observe(self, seconds: float, moved: bool) -> None:
-        """The time of one step that computed something."""
-        (self._moving if moved else self._plain).append(seconds)
-        if moved and len(self._moving) >= ENOUGH and len(self._plain) >= ENOUGH:
-            too_slow = median(self._moving) > median(self._plain) * (1 + self._max_slowdown)
-            scaled = self.bytes_per_step // 2 if too_slow else self.bytes_per_step * 5 // 4
-            self.bytes_per_step = min(max(scaled, self._floor), self._ceiling)
-            self._moving.clear()
+        self._start = start_bytes
+        self._ratios: list[float] = []
+        self.begin()
 
     def begin(self) -> None:
-        """A new switch: what earlier ones measured of moving steps no longer counts."""
-        self._moving.clear()
+        """A new switch: how busy the machine was during an earlier one says nothing of this one."""
+        self.bytes_per_step = min(max(self._start, self._floor), self._ceiling)
+        self._ratios.clear()
+
+    def observe(self, ratio: float) -> None:
+        """The time of one step that moved something, over that of like steps that moved nothing."""
+        self._ratios.append(ratio)
+        if len(self._ratios) >= ENOUGH:
+            too_slow = median(self._ratios) > 1 + self._max_slowdown
+            scaled = self.bytes_per_step // 2 if too_slow else self.bytes_per_step * 5 // 4
+            self.bytes_per_step = min(max(scaled, self._floor), self._ceiling)
+            self._ratios.clear()
+
+    def in_time(self, left_bytes: int, left_s: float, step_s: float) -> int:
+        """The budget for the next step, raised if need be so that left_bytes are moved in half of left_s.
+
+        A switch that misses its deadline has cost its slow-down for nothing. step_s: what a step takes.
+        """
+        steps = left_s / 2 / step_s if step_s > 0 else float("inf")
+        return min(max(self.bytes_per_step, round(left_bytes / max(steps, 1.0))), self._ceiling)
 
 
 class Allowance:

@@ -64,6 +64,16 @@ class Movement:
         return int(self._backlog[self._ledger.live()].sum())
 
     @property
+    def bytes_left(self) -> int:
+        """What still has to come in, at most, on the rank that gets most of it."""
+        live = self._ledger.live()
+        rows = int((self._backlog[live] - self._moved[live]).sum()) if self._armed[live].any() else 0
+        heads = np.zeros(self._config.num_ranks, np.int64)
+        for move in self._heads:
+            heads[move.target] += move.end - move.begin
+        return rows * self._sizes.row_bytes + int(heads.max()) * self._sizes.itemsize
+
+    @property
     def all_planned(self) -> bool:
         """Every row and head that has to move has been put into a plan."""
         live = self._ledger.live()
@@ -79,21 +89,24 @@ class Movement:
         for _ in range(len(self._heads)):
             if allowance.spent:
                 break
-            self._move_heads(self._heads.popleft(), allowance, record)
+            self._move_heads(self._heads.popleft(), allowance)
         return bool(self._planned_rows or self._planned_heads)
 
     def drop_planned(self) -> None:
         """The next plan moves nothing (yet)."""
         self._planned_rows, self._planned_heads = [], []
 
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """([M, 6] int32, [K, 5] int64) for the next plan's `moves` and `weights`.
+    def take(self, record: Record | None) -> tuple[np.ndarray, np.ndarray]:
+        """([M, 6] int32, [K, 5] int64) for the next plan's `moves` and `weights`; what they move counts in the record.
 
         Without those of requests that have given their cache up since `fill`: no plan may name it any more.
         """
         live = self._ledger.slots.live
         moves = np.array([move for slot, move in self._planned_rows if live[slot]], np.int32).reshape(-1, 6)
         weights = np.array(self._planned_heads, np.int64).reshape(-1, 5)
+        if record is not None:
+            record.bytes_between_ranks["pages"] += int(moves[:, 5].sum()) * self._sizes.row_bytes
+            record.bytes_between_ranks["weights"] += int((weights[:, 4] - weights[:, 3]).sum()) * self._sizes.itemsize
         self.drop_planned()
         return moves, weights
 
@@ -162,18 +175,16 @@ class Movement:
                 for target in targets:
                     there = int(entry.target_pages[page, target])
                     self._planned_rows.append((slot, (source, here, target, there, first, count)))
-                record.bytes_between_ranks["pages"] += count * unit * len(targets)
             rows += count
         record.rows_moved += rows - int(self._moved[slot])
         self._moved[slot] = rows
 
-    def _move_heads(self, move: WeightMove, allowance: Allowance, record: Record) -> None:
+    def _move_heads(self, move: WeightMove, allowance: Allowance) -> None:
         """The first part of `move` that the budget allows; the rest goes back to wait."""
         size = self._sizes.itemsize
         count = min(move.end - move.begin, allowance.room(move.source, [move.target], size))
         if count > 0:
             allowance.spend(move.source, [move.target], count * size)
             self._planned_heads.append((move.source, move.target, move.tensor, move.begin, move.begin + count))
-            record.bytes_between_ranks["weights"] += count * size
         if move.begin + count < move.end:
             self._heads.append(WeightMove(move.source, move.target, move.tensor, move.begin + count, move.end))

@@ -17,7 +17,7 @@ from splash_trt.cache.directory import Directory
 from splash_trt.cache.placement import num_pages
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS
-from splash_trt.layout.switch import ABORTABLE, Goal
+from splash_trt.layout.switch import Goal
 from splash_trt.migration.diff import Sizes
 from splash_trt.plan import SAMPLE, Plan, StepResult
 from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
@@ -142,10 +142,7 @@ class Scheduler:
 
     def abort_switch(self, why: str) -> bool:
         """Stay where we are; False if there is nothing to abort (any more)."""
-        abortable = self.switcher.state in ABORTABLE
-        if abortable:
-            self.switcher.abort(why, sent=self._step, now=self._now)
-        return abortable
+        return self.switcher.stop(why, sent=self._step, now=self._now)
 
     def load(self, now: float, capacity_tokens: dict[Layout, int]) -> Load:
         """What a policy looks at."""
@@ -200,11 +197,12 @@ class Scheduler:
         for end in range(1, len(row) + 1):
             if end == len(row) or row[end] != row[begin]:
                 sequence = sent.sequences[row[begin]]
-                if sequence.finish is None:  # else it ended while this row was on its way
+                if sequence.finish is None and result.step > sequence.void_through:
                     deltas.append(self._take(sequence, sent.plan, result, begin, end))
                 begin = end
         self._completed = result.step
-        self.switcher.completed(sent.plan, result, sent=self._step, now=self._now)
+        if self.switcher.completed(sent.plan, result, sent=self._step, now=self._now):
+            self._recompute([s for s, armed in zip(sent.sequences, sent.plan.armed, strict=True) if armed])
         self._reclaim()
         return deltas
 
@@ -223,9 +221,9 @@ class Scheduler:
         promised: np.ndarray | None = None
         for slot in s.senior_first(full).tolist():
             if s.live[slot] and not self._ledger.grow(slot):
-                ready[slot] = False
                 promised = self.directory.leaving_pages() if promised is None else promised
                 self._make_room(slot, promised)
+                ready[slot] = s.live[slot] and self._ledger.grow(slot)  # an aborted switch may leave room at once
         return np.flatnonzero(ready & s.live)
 
     def _make_room(self, slot: int, promised: np.ndarray) -> None:
@@ -262,6 +260,14 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._free_cache(sequence)
         self._queue.push(sequence)
+
+    def _recompute(self, sequences: list[Sequence]) -> None:
+        """These requests' cache is not to be trusted, and neither is what plans on their way make of it."""
+        for sequence in sequences:
+            if sequence.finish is None:
+                sequence.void_through, sequence.scored = self._step, sequence.reported
+                if sequence.slot >= 0:
+                    self._preempt(sequence)
 
     def _prefills(self, rows: RowBuilder) -> None:
         """Next chunks of admitted requests, senior ones first."""
@@ -306,6 +312,7 @@ class Scheduler:
             token = int(result.token[i])
             if plan.want_target[i] != SAMPLE:
                 scores.append(_logprob(result, i, p.prompt_logprobs or 0))
+                sequence.reported += 1
                 continue
             sequence.tokens.append(token)
             tokens = (token,)

@@ -30,6 +30,11 @@ class Sequence:
     rows_in_flight: int = 0
     scored: int = 0
     """Prompt positions whose log-probability has been planned."""
+    reported: int = 0
+    """Prompt positions whose log-probability has been told."""
+    void_through: int = 0
+    """Results of plans up to this one are not this request's: they read cache rows that were lost, or were made before
+    it was put back to be computed again. A request that has ended takes none at all."""
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:

@@ -51,6 +51,8 @@ class Switcher:
         self._deadline = 0.0
         self._hold_until = 0.0
         self._retargeted = False
+        self.budget_bytes = self._budget.bytes_per_step
+        """What each rank may send, and may receive, for a switch in the plan made last; new rows come on top."""
         self._last_work = 0  # the last plan that carries something to acknowledge
         self._drain = 0  # the last plan that names what is to be given back
 
@@ -69,11 +71,6 @@ class Switcher:
     def busy(self) -> bool:
         """A switch is under way or waits to begin."""
         return self.state is not State.STEADY or bool(self._route)
-
-    @property
-    def budget_bytes(self) -> int:
-        """What each rank may send, and may receive, for a switch in the next step; new rows come on top."""
-        return self._budget.bytes_per_step
 
     @property
     def holds_admissions(self) -> bool:
@@ -128,7 +125,7 @@ class Switcher:
 
     def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
         """([M, 6] int32, [K, 5] int64) for the next plan's `moves` and `weights`."""
-        return self._movement.take()
+        return self._movement.take(self._record)
 
     def armed(self, slots: np.ndarray) -> np.ndarray:
         """[R] bool for a plan's rows."""
@@ -157,25 +154,36 @@ class Switcher:
         self._forget()
         self._drain = sent
 
-    def completed(self, plan: Plan, result: StepResult, *, sent: int, now: float) -> None:
-        """A step's result: times for the record and the budget, and what ranks say of their copies."""
+    def stop(self, reason: str, *, sent: int, now: float) -> bool:
+        """Stay in the present layout: nothing that waits to begin does. False if there is nothing to stop any more."""
+        waiting = bool(self._route)
+        self._route.clear()
+        if self.state in ABORTABLE:
+            self.abort(reason, sent=sent, now=now)
+            return True
+        return waiting
+
+    def completed(self, plan: Plan, result: StepResult, *, sent: int, now: float) -> bool:
+        """A step's result: times for the record and the budget, and what ranks say of their copies.
+
+        True: a copy of new rows failed in a plan that was on its way when the switch was committed, so the new layout
+        lacks them: the requests with armed rows in this plan have to be computed again.
+        """
         moved = bool(len(plan.moves) or len(plan.weights) or len(plan.late_moves))
-        self._meter.step(plan, result, moved)
-        if plan.num_tokens:
-            self._budget.observe(result.seconds, moved)
-        for rank, status in enumerate(result.statuses):
-            if not status.error:
-                continue
-            if self.state in ABORTABLE and plan.attempt == self._attempt:
-                self.abort(f"rank {rank} could not copy: {status.error}", sent=sent, now=now)
-            elif self.state is not State.ABORTING:
-                raise RuntimeError(f"rank {rank} lost cache rows in step {plan.step}: {status.error}")
+        ratio = self._meter.step(plan, result, moved)
+        if ratio is not None:
+            self._budget.observe(ratio)
+        failed = [(rank, status.error) for rank, status in enumerate(result.statuses) if status.error]
+        if failed and self.state in ABORTABLE and plan.attempt == self._attempt:
+            self.abort(f"rank {failed[0][0]} could not copy: {failed[0][1]}", sent=sent, now=now)
+        return bool(failed) and self.state is State.RETIRING and plan.attempt == self._attempt
 
     # Before each plan
 
     def advance(self, *, step: int, sent: int, completed: int, now: float) -> None:
         """Go as far as can be gone now, and collect what plan `step` shall move before its rows run."""
         self._movement.drop_planned()
+        self.budget_bytes = self._budget.in_time(self._movement.bytes_left, self._deadline - now, self._meter.step_s)
         if self.state in ABORTABLE and now > self._deadline:
             self.abort(f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
         if self.state in (State.RETIRING, State.ABORTING) and completed >= self._drain:
@@ -239,7 +247,7 @@ class Switcher:
                 self._movement.arm(slot)
                 self._last_work = step  # ranks have to know the target tables before they are switched to
             self._retargeted = True
-        pages = max(1, self._budget.bytes_per_step // self._sizes.page_bytes)
+        pages = max(1, self.budget_bytes // self._sizes.page_bytes)
         for rank, above in enumerate(directory.live_above().tolist()):
             moved = self._ledger.compact(rank, directory.pools[rank].limit, pages, step=step) if above else 0
             self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
@@ -266,7 +274,7 @@ class Switcher:
     def _migrate(self, step: int, sent: int, now: float) -> None:
         """As much as the budget allows."""
         assert self._record is not None
-        if self._movement.fill(self._budget.bytes_per_step, self._record):
+        if self._movement.fill(self.budget_bytes, self._record):
             self._last_work = step
         if self._movement.all_planned:
             self._last_work = max(self._last_work, sent)

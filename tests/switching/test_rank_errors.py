@@ -77,10 +77,10 @@ def test_a_copy_that_fails_aborts_the_switch(
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_new_row_lost_after_the_commit_was_decided_ends_the_run(
+def test_a_new_row_lost_after_the_commit_was_decided_is_computed_again(
     folder: Path, requests: list[Request], expected: dict[str, Told], rank: int
 ) -> None:
-    """The last plan of the old layout is on its way when the new one begins: what it loses cannot be had again."""
+    """The last plan of the old layout is on its way when the new one begins: what it loses the new one lacks."""
     server = Server(folder, ranks=RANKS, layout=Layout.DP, pages=60, migration_bytes=1 << 20, plans_in_flight=2)
     server.add(*requests[:9])
     for _ in range(4):
@@ -94,13 +94,11 @@ def test_a_new_row_lost_after_the_commit_was_decided_ends_the_run(
         armed += here
         return "planted" if here and armed == 2 else error
 
-    with patch.object(Mover, "after", fails), pytest.raises(RuntimeError, match=f"rank {rank} lost cache rows"):
+    with patch.object(Mover, "after", fails):
         server.scheduler.switch(Layout.CP, "test")
         server.run()
-    assert server.records[-1].outcome == "committed"
-    for request_id, told in server.told.items():
-        assert told.tokens == expected[request_id].tokens[: len(told.tokens)]
-    server.leave()
+    assert armed >= 2 and server.records[-1].outcome == "committed"
+    assert_same(server.told, {request_id: expected[request_id] for request_id in server.told})
 
 
 def test_a_failed_compaction_ends_the_run_naming_the_rank(folder: Path, requests: list[Request]) -> None:

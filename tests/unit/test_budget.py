@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from splash_trt.migration.budget import ENOUGH, Allowance, Budget
 
 
-def told(budget: Budget, moving: float, *, plain: float = 1.0, times: int = ENOUGH) -> int:
+def told(budget: Budget, ratio: float, *, times: int = ENOUGH) -> int:
     for _ in range(times):
-        budget.observe(plain, False)
-        budget.observe(moving, True)
+        budget.observe(ratio)
     return budget.bytes_per_step
 
 
@@ -45,29 +44,30 @@ def test_it_does_not_judge_before_it_has_seen_enough() -> None:
     assert told(budget, 9.0, times=ENOUGH - 1) == 200, "what led to the last change is not counted again"
 
 
-def test_it_does_not_judge_without_plain_steps() -> None:
-    budget = Budget(400, 100, 1000, 0.05)
-    for _ in range(5 * ENOUGH):
-        budget.observe(9.0, True)
-    assert budget.bytes_per_step == 400
-
-
 def test_one_slow_step_among_many_does_not_count() -> None:
     budget = Budget(400, 100, 1000, 0.05)
-    for _ in range(ENOUGH):
-        budget.observe(1.0, False)
-    budget.observe(1000.0, True)
-    for _ in range(ENOUGH - 1):
-        budget.observe(1.0, True)
-    assert budget.bytes_per_step == 500
+    budget.observe(1000.0)
+    assert told(budget, 1.0, times=ENOUGH - 1) == 500
 
 
-def test_a_new_switch_starts_with_fresh_measurements_and_the_old_budget() -> None:
+def test_a_new_switch_starts_afresh() -> None:
     budget = Budget(400, 100, 1000, 0.05)
-    told(budget, 1.0)
+    told(budget, 9.0)
     told(budget, 9.0, times=ENOUGH - 1)
     budget.begin()
+    assert budget.bytes_per_step == 400
+    assert told(budget, 1.0, times=ENOUGH - 1) == 400
     assert told(budget, 1.0, times=1) == 500
+
+
+def test_a_step_moves_more_where_the_deadline_would_be_missed() -> None:
+    budget = Budget(400, 100, 100_000, 0.05)
+    assert budget.in_time(3_000, left_s=20.0, step_s=1.0) == 400, "ten steps of 400 are enough"
+    assert budget.in_time(8_000, left_s=20.0, step_s=1.0) == 800
+    assert budget.in_time(8_000, left_s=0.1, step_s=1.0) == 8_000
+    assert budget.in_time(8_000, left_s=-1.0, step_s=1.0) == 8_000
+    assert budget.in_time(1 << 40, left_s=1.0, step_s=1.0) == 100_000
+    assert budget.in_time(1 << 40, left_s=1.0, step_s=0.0) == 400, "nothing is known of steps yet"
 
 
 def test_an_allowance_counts_what_each_rank_sends_and_receives() -> None:
