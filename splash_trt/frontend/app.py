@@ -27,7 +27,7 @@ from splash_trt.request import Request
 log = logging.getLogger(__name__)
 
 LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
-LONG_TEXT = 2000  # characters; longer texts are tokenised beside the event loop
+LONG_TEXT = 2000  # characters; more than that is tokenised beside the event loop
 RETRY_AFTER_S = 1
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -103,9 +103,7 @@ class Frontend:
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await self._body(http, CompletionBody)
         ready = self._check(body)
-        prompts = []
-        for prompt in body.prompts():
-            prompts.append(tuple(await self._encode(prompt) if isinstance(prompt, str) else prompt))
+        prompts = await self._encode(body.prompts())
         response_id = f"cmpl-{uuid.uuid4().hex}"
         requests = self._requests(body, response_id, prompts, ready, protocol.DEFAULT_MAX_TOKENS)
         return await self._generate(http, body, requests, self._shape(CompletionShape, body, response_id))
@@ -149,12 +147,22 @@ class Frontend:
         message = f"model: {name[:200]!r} is not served here; it must be {self._model_name!r}"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    async def _encode(self, text: str) -> list[int]:
-        if self._tokenizer is None:
+    async def _encode(self, prompts: list[str | list[int]]) -> list[tuple[int, ...]]:
+        """Token ids of each prompt; all are texts, or none is."""
+        if len(prompts) > self._max_queued:
+            message = f"prompt: {len(prompts)} prompts are too many; at most {self._max_queued} may come at once"
+            raise ApiError(message, param="prompt")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             raise _no_tokenizer("prompt")
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self._tokenizer.encode, text)
-        return self._tokenizer.encode(text)
+
+        def encode() -> list[tuple[int, ...]]:
+            return [tuple(tokenizer.encode(text)) for text in texts]
+
+        return await asyncio.to_thread(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
 
     def _requests(
         self,
@@ -164,9 +172,6 @@ class Frontend:
         ready: Ready,
         default_max_tokens: int | None,
     ) -> list[Request]:
-        if len(prompts) > self._max_queued:
-            message = f"prompt: {len(prompts)} prompts are too many; at most {self._max_queued} may come at once"
-            raise ApiError(message, param="prompt")
         return [
             protocol.to_request(body, f"{response_id}-{index}", prompt, ready, default_max_tokens)
             for index, prompt in enumerate(prompts)

@@ -1,0 +1,58 @@
+"""Many texts in one request: encoding them must not keep the event loop from everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import pytest
+
+from splash_trt.frontend.app import LONG_TEXT, Frontend
+from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.metrics import Metrics
+
+
+class Recorder:
+    """A tokenizer that remembers which thread asked for what."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, threading.Thread]] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.calls.append((text, threading.current_thread()))
+        return [len(text)]
+
+
+def _frontend(tokenizer: Recorder) -> Frontend:
+    return Frontend(
+        cast(Any, None),
+        Metrics(),
+        cast(Any, tokenizer),
+        model_name="m",
+        max_queued=3,
+        max_body_bytes=1 << 20,
+        ready_deadline_s=1.0,
+    )
+
+
+def test_too_many_prompts_are_refused_before_any_is_encoded() -> None:
+    tokenizer = Recorder()
+    with pytest.raises(ApiError, match="prompt: 4 prompts are too many; at most 3"):
+        asyncio.run(_frontend(tokenizer)._encode(["a", "b", "c", "d"]))
+    assert not tokenizer.calls
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_short_texts_that_are_long_together_are_encoded_beside_the_loop(beside: bool) -> None:
+    tokenizer, length = Recorder(), LONG_TEXT // 2
+    texts: list[str | list[int]] = ["x" * length, "y" * (length + beside)]
+    assert asyncio.run(_frontend(tokenizer)._encode(texts)) == [(length,), (length + beside,)]
+    assert [text for text, _ in tokenizer.calls] == texts
+    assert all((thread is not threading.main_thread()) == beside for _, thread in tokenizer.calls)
+
+
+def test_token_ids_stay_as_they_are() -> None:
+    tokenizer = Recorder()
+    assert asyncio.run(_frontend(tokenizer)._encode([[1, 2], [3]])) == [(1, 2), (3,)]
+    assert not tokenizer.calls
