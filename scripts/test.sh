@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs every check and every test that needs no GPU; stops at the first that fails.
+# Installs what is missing, then runs every check and every test that is not slow and needs neither a GPU nor TensorRT;
+# stops at the first that fails.
 # Extra arguments go to pytest: `bash scripts/test.sh -m nightly` runs the slow proofs instead, and
 # `bash scripts/test.sh tests/unit -k placement` a part.
 set -euo pipefail
