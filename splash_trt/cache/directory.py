@@ -10,7 +10,7 @@ the same there; at the commit the target becomes the placement and what it does 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,8 @@ class Leaving:
     step: int
     rank: int
     pages: tuple[int, ...]
+    highest: int
+    """The largest of `pages`."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,15 @@ class Directory:
 
     def leaving_pages(self) -> np.ndarray:
         """[N] int64: pages below their pool's limit that come free when the plans in flight have completed."""
-        return self._sums(lambda rank, page: page < self.pools[rank].limit)
+        return self._leaving_below(self.limits())
 
-    def _sums(self, counts: Callable[[int, int], bool]) -> np.ndarray:
-        """[N] int64: leaving pages of each rank for which counts(rank, page)."""
+    def _leaving_below(self, bounds: np.ndarray | None = None) -> np.ndarray:
+        """[N] int64: leaving pages of each rank with ids below bounds [N]; None: all of them."""
         total = np.zeros(self.num_ranks, np.int64)
         for leaving in self._leaving:
-            total[leaving.rank] += sum(counts(leaving.rank, page) for page in leaving.pages)
+            bound = None if bounds is None else bounds[leaving.rank]
+            whole = bound is None or leaving.highest < bound
+            total[leaving.rank] += len(leaving.pages) if whole else sum(page < bound for page in leaving.pages)
         return total
 
     def set_limits(self, limits: Sequence[int], *, step: int = 0) -> None:
@@ -116,7 +120,7 @@ class Directory:
 
     def live_pages(self) -> np.ndarray:
         """[N] int64: pages that requests hold, those that are leaving not counted."""
-        return np.array([pool.num_held for pool in self.pools]) - self._sums(lambda rank, page: True)
+        return np.array([pool.num_held for pool in self.pools]) - self._leaving_below()
 
     def target_only(self, rank: int) -> bool:
         """Whether some page of `rank` is held for a target alone."""
@@ -129,7 +133,7 @@ class Directory:
 
     def live_above(self) -> np.ndarray:
         """[N] int64: requests' pages at or above their pool's limit."""
-        return self.top_held() - self._sums(lambda rank, page: page >= self.pools[rank].limit)
+        return self.top_held() - (self._leaving_below() - self.leaving_pages())
 
     def top_held(self) -> np.ndarray:
         """[N] int64: pages held or leaving at or above their pool's limit."""
@@ -237,7 +241,7 @@ class Directory:
 
     def _leave(self, rank: int, pages: tuple[int, ...], step: int) -> None:
         if pages:
-            self._leaving.append(Leaving(step, rank, pages))
+            self._leaving.append(Leaving(step, rank, pages, max(pages)))
 
     def completed(self, step: int) -> None:
         """Plan `step` and all before it have completed on all ranks."""
