@@ -99,13 +99,20 @@ class Directory:
         """[N] int64: pages below their pool's limit that come free when the plans in flight have completed."""
         return self._leaving_below(self.limits())
 
-    def _leaving_below(self, bounds: np.ndarray | None = None) -> np.ndarray:
-        """[N] int64: leaving pages of each rank with ids below bounds [N]; None: all of them."""
+    def _leaving_below(self, bounds: np.ndarray) -> np.ndarray:
+        """[N] int64: leaving pages of each rank with ids below bounds [N]."""
         total = np.zeros(self.num_ranks, np.int64)
         for leaving in self._leaving:
-            bound = None if bounds is None else bounds[leaving.rank]
-            whole = bound is None or leaving.highest < bound
+            bound = int(bounds[leaving.rank])
+            whole = leaving.highest < bound
             total[leaving.rank] += len(leaving.pages) if whole else sum(page < bound for page in leaving.pages)
+        return total
+
+    def _all_leaving(self) -> np.ndarray:
+        """[N] int64: leaving pages of each rank, below the limit or not."""
+        total = np.zeros(self.num_ranks, np.int64)
+        for leaving in self._leaving:
+            total[leaving.rank] += len(leaving.pages)
         return total
 
     def set_limits(self, limits: Sequence[int], *, step: int = 0) -> None:
@@ -120,7 +127,7 @@ class Directory:
 
     def live_pages(self) -> np.ndarray:
         """[N] int64: pages that requests hold, those that are leaving not counted."""
-        return np.array([pool.num_held for pool in self.pools]) - self._leaving_below()
+        return np.array([pool.num_held for pool in self.pools]) - self._all_leaving()
 
     def target_only(self, rank: int) -> bool:
         """Whether some page of `rank` is held for a target alone."""
@@ -133,7 +140,7 @@ class Directory:
 
     def live_above(self) -> np.ndarray:
         """[N] int64: requests' pages at or above their pool's limit."""
-        return self.top_held() - (self._leaving_below() - self.leaving_pages())
+        return self.top_held() - (self._all_leaving() - self.leaving_pages())
 
     def top_held(self) -> np.ndarray:
         """[N] int64: pages held or leaving at or above their pool's limit."""
