@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from splash_trt.dist.board import ROW_BYTES, Board, Watch
+from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.collectives_mpi import MpiCollectives
 from splash_trt.dist.control_mpi import MpiControl
 from splash_trt.dist.watchdog import Watchdog, last_words
@@ -59,7 +60,7 @@ class MpiWorld:
         MPI.Finalize()
 
     def end_all(self, error: BaseException, code: int = EXIT_ERROR) -> None:
-        """Ends all ranks with `code`, and with this rank, its step and the traceback on stderr. Does not return."""
+        """Ends all ranks with `code`, and with this rank, its step and the cause on stderr. Does not return."""
         step = self.world.watch.step
         self.world.watch.failed()
         end_all(f"rank {self.world.rank}: {f'step {step}' if step >= 0 else 'before the first step'}", error, code)
@@ -73,11 +74,18 @@ class MpiWorld:
 
 def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
     """Ends all ranks of mpirun; for a rank that has no MpiWorld yet."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    last_words(f"{place}: {type(error).__name__}: {error}\n{text.rstrip()}")
+    last_words(f"{place}: {_in_words(error)}")
     MPI.COMM_WORLD.Abort(code)
+
+
+def _in_words(error: BaseException) -> str:
+    """With the traceback, unless the words say it all: another rank failed, or what this one loads is wrong."""
+    if isinstance(error, RankFailure) and isinstance(error.__context__, ValueError | OSError | None):
+        return str(error)
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return f"{type(error).__name__}: {error}\n{text.rstrip()}"
 
 
 def _board(node: MPI.Intracomm, window: MPI.Win, rank: int) -> Board:

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,11 +81,11 @@ IN_CI = {("mpirun", "rank1"), ("supervised", "frontend")}
 @pytest.mark.parametrize(
     ("mode", "kind"), [pytest.param(*case, marks=() if case in IN_CI else pytest.mark.nightly) for case in CAUSES]
 )
-def test_kill(start: Start, mode: str, kind: str, record_property: Callable[[str, Any], None]) -> None:
+def test_kill(start: Start, mode: str, kind: str) -> None:
     server = start(mode).wait_until_ready()
     readers = stream(server)
     server.find(kind).kill()
-    record_property("seconds", wait_for_end(server))
+    print(f"{mode}, {kind} killed: all gone after {wait_for_end(server):.1f} s")
     assert server.process.wait() == {
         ("mpirun", "rank0"): 137,
         ("mpirun", "rank1"): 137,
@@ -166,10 +165,9 @@ def test_a_signal_while_ranks_start(start: Start, mode: str) -> None:
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An engine of which one byte differs, in the last expert, that only the last rank reads; and the file it is in."""
     folder = tmp_path_factory.mktemp("damaged") / "engine"
-    build_engine(MODEL, folder, self_contained=True)
+    build_engine(Path(shutil.copytree(MODEL, folder.parent / "model")), folder)
     manifest = read_manifest(folder)
-    tensor = next(t for t in manifest.tensors if ".experts." in t.name and len(t.parts) > 1)
-    part = tensor.parts[-1]
+    part = next(tensor for tensor in manifest.tensors if ".experts." in tensor.name).parts[-1]
     path = file_paths(folder, manifest)[part.file]
     data = bytearray(path.read_bytes())
     data[part.offset] ^= 1
@@ -183,8 +181,11 @@ def test_a_rank_that_cannot_load(damaged: tuple[Path, Path], tmp_path: Path, mod
     flags = ["--engine", str(engine), "--port", str(free_port()), "--memory", "256M"]
     code, stderr = run_to_end(command(mode, 2, flags), tmp_path)
     assert code == 1, stderr
-    assert f"rank 1: before the first step: ValueError: {path}: was changed, damaged or cut short" in stderr
-    assert not list(tmp_path.iterdir())
+    words = rf"rank \d: before the first step: start-up failed on rank 1: ValueError: {path}: was changed, damaged"
+    assert re.search(words, stderr), stderr
+    assert "Traceback" not in stderr, stderr
+    # The frontend that rank 0 started outlives it for a moment.
+    wait_until(lambda: not list(tmp_path.iterdir()), 5, "no file left")
 
 
 OPTION_ERRORS = {

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi
 LAYOUTS = ("dp", "dop", "cp", "tp")
 NAME = "splash-tiny"
 TEXT = "ROMEO.\nBut soft, what light through yonder window breaks?\n"
-LONG = 80  # tokens; enough for four switches to begin and to end in
+LONG = 120  # tokens; enough for four switches to begin and to end in
 
 
 @pytest.fixture(scope="module")
