@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Two minutes of Splash-TRT, from nothing: installs what is missing into .venv, builds the engine of the small model in
+# models/splash-tiny, serves it on four CPU ranks, lets the layout change while requests run, and checks every answer.
+#
+#     bash scripts/demo.sh
+#
+# Needs Python 3.10 to 3.13 and, for the first run, a network to PyPI. What it makes is in build/demo.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source scripts/env.sh
+
+# The ranks share the cores with each other; more threads in each would only make them wait.
+export OMP_NUM_THREADS=1
+# Tensors of the same sizes come and go in every step. Left to itself, glibc gives their memory back to the system and
+# asks for it again each time, which costs a quarter of the CPU time.
+export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
+exec python -m scripts.demo "$@"
