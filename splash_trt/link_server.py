@@ -11,6 +11,7 @@ from splash_trt.link import FromEngine, ToEngine
 
 log = logging.getLogger(__name__)
 
+MAX_AT_ONCE = 1000  # messages taken in before the next step
 MAX_QUEUED = 100_000  # messages a frontend may fall behind by before its frames are dropped
 
 
@@ -38,7 +39,7 @@ class LinkServer:
         if not self._poller.poll(round(timeout_s * 1000)):
             return []
         messages: list[tuple[bytes, ToEngine | None]] = []
-        while True:
+        while len(messages) < MAX_AT_ONCE:
             try:
                 client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -48,15 +49,17 @@ class LinkServer:
                 continue
             try:
                 messages.append((client, link.decode_to_engine(parts[-1] if parts else b"")))
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 log.warning("ignored what a frontend sent: %s", error)
+        return messages
 
     def send(self, client: bytes, message: FromEngine) -> bool:
-        """False if the client has gone away."""
+        """False if the client has gone away, or does not read: what it misses it could not make up for."""
         try:
             self._socket.send_multipart([client, link.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
-            log.warning("a frontend does not read: a message for it was dropped")
+            log.warning("a frontend does not read; its requests are dropped")
+            return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

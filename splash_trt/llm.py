@@ -64,6 +64,7 @@ class LLM:
             Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
         )
         self._count = 0
+        self._broken = False
         self._close: Callable[[], None] = lambda: None
         self._worker = start_worker(self._start(), self.model, self.config, self._source)
         rank = self._worker.world.rank
@@ -79,6 +80,8 @@ class LLM:
 
         sampling: one for all prompts or one each. ValueError names what is wrong with a prompt before any is run.
         """
+        if self._broken:
+            raise RuntimeError("an earlier generate() was interrupted; make a new LLM")
         params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
         if len(params) != len(prompts):
             raise ValueError(f"sampling: {len(params)} for {len(prompts)} prompts; give one, or one for each")
@@ -98,7 +101,9 @@ class LLM:
         except ValueError as error:
             control.send_object(str(error))  # every rank raises the same
             raise
+        self._broken = True  # until all have come back
         outputs = self._run(requests, self.orchestrator)
+        self._broken = False
         control.send_object(msgspec.to_builtins(outputs))
         return outputs
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.board import Watch
 from splash_trt.memory.map import capacity, model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import Plan, StepResult
@@ -44,12 +45,14 @@ class Orchestrator:
         *,
         capacity_tokens: dict[Layout, int] | None = None,
         policy: Policy | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._execute = execute
         self._plans_in_flight = plans_in_flight
         self._capacity_tokens = capacity_tokens or {}
         self._policy = policy
+        self._watch = watch
         self._auto = policy is not None
         self._turns = 0
         self._in_flight: deque[tuple[Plan, StepResult]] = deque()
@@ -68,7 +71,14 @@ class Orchestrator:
             eos_token_ids=model.eos_token_ids,
         )
         room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
-        return cls(scheduler, worker.send, config.plans_in_flight, capacity_tokens=room, policy=policy)
+        return cls(
+            scheduler,
+            worker.send,
+            config.plans_in_flight,
+            capacity_tokens=room,
+            policy=policy,
+            watch=worker.world.watch,
+        )
 
     @property
     def mode(self) -> str:
@@ -99,6 +109,14 @@ class Orchestrator:
 
     def turn(self) -> Turn:
         """A plan goes out if there is anything to do, and the oldest result that is due comes in."""
+        if self._watch is not None:
+            self._watch.scheduling()
+        turn = self._turn()
+        if self._watch is not None:
+            self._watch.end_step()
+        return turn
+
+    def _turn(self) -> Turn:
         now = time.monotonic()
         deltas = self.scheduler.expire(now)
         self._follow_load(now)

@@ -20,6 +20,10 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check(ok: bool, field: str, value: object, allowed: str) -> None:
     if not ok:
         raise ValueError(f"{field}: {value!r} is not allowed; it must be {allowed}")
@@ -44,18 +48,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
-        _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        ok = math.isfinite(self.temperature) and 0 <= self.temperature <= 100
-        _check(ok, "temperature", self.temperature, "a number from 0 to 100")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive whole number")
+        ok = _whole(self.max_tokens) and self.max_tokens >= 1
+        _check(ok, "max_tokens", self.max_tokens, "a whole number, at least 1")
+        for field in ("temperature", "top_p", "min_p"):
+            number = getattr(self, field)
+            ok = isinstance(number, int | float) and math.isfinite(number)
+            _check(ok, field, number, "a finite number")
+        _check(0 <= self.temperature <= 100, "temperature", self.temperature, "a number from 0 to 100")
+        ok = _whole(self.top_k) and self.top_k >= 0
+        _check(ok, "top_k", self.top_k, "0 (off) or a positive whole number")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        seed_ok = self.seed is None or 0 <= self.seed < 1 << 63
+        seed_ok = self.seed is None or (_whole(self.seed) and 0 <= self.seed < 1 << 63)
         _check(seed_ok, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
-        stop_ok = len(self.stop_token_ids) <= MAX_STOP_IDS and all(i >= 0 for i in self.stop_token_ids)
+        stop_ok = len(self.stop_token_ids) <= MAX_STOP_IDS and all(_whole(i) and i >= 0 for i in self.stop_token_ids)
         _check(stop_ok, "stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_IDS} ids, none negative")
         for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            _check(value is None or 0 <= value <= MAX_LOGPROBS, field, value, f"from 0 to {MAX_LOGPROBS}")
+            ok = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
+            _check(ok, field, value, f"a whole number from 0 to {MAX_LOGPROBS}")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ class Phase(enum.IntEnum):
     CONTROL = 7
     ENDING = 8
     FAILED = 9
+    SCHEDULING = 10
 
     @property
     def text(self) -> str:
@@ -119,6 +120,11 @@ class Watch:
 
     def row(self) -> Row:
         return _read(self.rank, self._cells)
+
+    def scheduling(self) -> None:
+        """Rank 0 makes a plan or takes a result in; until the next step or `end_step`."""
+        self._outer = int(Phase.SCHEDULING)
+        self._set(self._outer)
 
     def begin_step(self, step: int) -> None:
         self._cells[_STEP] = step

@@ -77,7 +77,9 @@ class Record:
 
     @property
     def progress(self) -> float:
-        """Share of the rows to move that have moved, 0 to 1."""
+        """Share of the rows to move that have moved, 0 to 1; 1 once committed."""
+        if self.outcome == "committed":
+            return 1.0
         return min(1.0, self.rows_moved / self.rows_to_move) if self.rows_to_move else 0.0
 
 

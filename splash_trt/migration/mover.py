@@ -1,8 +1,9 @@
 """One rank's part in moving cache rows and weights, as a plan says.
 
 Copies inside the rank first, then one exchange in which every rank sends each other rank all that the plan names, in
-the plan's order. An error on a rank is reported, not raised: the rank still takes part in the exchange (with bytes that
-nobody will use), so that the others are not left waiting, and the switch is aborted.
+the plan's order. An error in the exchange is reported, not raised: the rank still takes part in it (with bytes that
+nobody will use), so that the others are not left waiting, and the switch is aborted. An error in a copy inside the rank
+is raised and ends the run: the block tables already point to the new page.
 """
 
 from __future__ import annotations

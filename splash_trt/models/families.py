@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -127,14 +127,21 @@ YARN_KEYS = ROPE_KEYS | frozenset(
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The configuration of the model in a Hugging Face folder.
+    """The configuration of the model in a Hugging Face folder. End-of-text ids of its generation_config.json, which
+    often names more than config.json does, are added.
 
     Raises ValueError naming the file, the field and what is allowed.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder; give the folder that holds the model's config.json")
     path = folder / "config.json"
-    return parse_config(read_json_object(path, max_bytes=MAX_CONFIG_BYTES), where=str(path))
+    model = parse_config(read_json_object(path, max_bytes=MAX_CONFIG_BYTES), where=str(path))
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        return model
+    fields = Fields(read_json_object(generation, max_bytes=MAX_CONFIG_BYTES), where=str(generation))
+    more = _eos_token_ids(fields, model.vocab_size)
+    return replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + more)))
 
 
 def parse_config(data: dict[str, Any], *, where: str) -> ModelConfig:

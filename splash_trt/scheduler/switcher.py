@@ -183,6 +183,7 @@ class Switcher:
     def advance(self, *, step: int, sent: int, completed: int, now: float) -> None:
         """Go as far as can be gone now, and collect what plan `step` shall move before its rows run."""
         self._movement.drop_planned()
+        self._last_work = min(self._last_work, sent)  # a plan that came to nothing in the end was not made
         self.budget_bytes = self._budget.in_time(self._movement.bytes_left, self._deadline - now, self._meter.step_s)
         if self.state in ABORTABLE and now > self._deadline:
             self.abort(f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
@@ -248,9 +249,15 @@ class Switcher:
                 self._last_work = step  # ranks have to know the target tables before they are switched to
             self._retargeted = True
         pages = max(1, self.budget_bytes // self._sizes.page_bytes)
-        for rank, above in enumerate(directory.live_above().tolist()):
-            moved = self._ledger.compact(rank, directory.pools[rank].limit, pages, step=step) if above else 0
-            self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
+        above = directory.live_above()
+        moved = 0
+        for rank in np.flatnonzero(above).tolist():
+            moved += self._ledger.compact(rank, directory.pools[rank].limit, pages, step=step)
+        self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
+        if above.any() and not moved and now >= self._hold_until:
+            rank = int(above.argmax())
+            self.abort(f"no room: rank {rank} has nowhere to put {above[rank]} pages", sent=sent, now=now)
+            return
         if not directory.top_held().any():
             residency = SPECS[self.layout].residency
             self._movement.bring(weight_moves(residency, SPECS[self._goal.layout].residency, self._sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,12 @@ def test_small_options() -> None:
 @pytest.mark.parametrize("base", [V3, V2_LITE, GLM], ids=["v3", "v2", "glm"])
 def test_head_dim_never_replaces_the_rope_part(base: dict[str, Any], head_dim: int) -> None:
     assert parse(base, head_dim=head_dim) == parse(base)
+
+
+def test_end_of_text_ids_of_both_files_count(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V3 | {"eos_token_id": 1}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
+    assert load_config(tmp_path).eos_token_ids == (1, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1 << 40}))
+    with pytest.raises(ValueError, match="generation_config.json.*eos_token_id"):
+        load_config(tmp_path)

@@ -310,7 +310,7 @@ class TestMpirunCommand:
         with pytest.raises(FileNotFoundError, match=r"splash-trt\[mpi\]"):
             launch.mpirun_command(2, ["x"])
         fake_mpirun(tmp_path, "mpiexec of another kind 3.2")
-        with pytest.raises(RuntimeError, match="another kind"):
+        with pytest.raises(ValueError, match="another kind"):
             launch.mpirun_command(2, ["x"])
 
 

@@ -52,7 +52,7 @@ REQUESTS = st.builds(
     id=st.text(),
     prompt=st.lists(IDS, max_size=8).map(tuple),
     sampling=SAMPLING,
-    priority=st.integers(-(2**63), 2**63 - 1),
+    priority=st.integers(-(2**31), 2**31),
     deadline_s=st.none() | st.floats(min_value=0, exclude_min=True, allow_nan=False),
 )
 TO_ENGINE = st.one_of(

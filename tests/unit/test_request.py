@@ -116,3 +116,12 @@ def test_priorities_that_the_scheduler_cannot_keep_are_refused(priority: int) ->
 def test_a_token_id_is_a_whole_number() -> None:
     with pytest.raises(ValueError, match="prompt.*1.5"):
         Request(id="a", prompt=(1.5,), sampling=SamplingParams()).check(10, 10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_tokens", 1.5), ("top_k", 2.5), ("temperature", None), ("top_p", "x"), ("min_p", math.nan), ("seed", 1.0)],
+)
+def test_sampling_parameters_of_the_wrong_type_are_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
