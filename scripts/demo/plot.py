@@ -105,6 +105,7 @@ def _point_at(axes: Axes, events: Sequence[tuple[float, str]], top: float) -> No
             fontsize=9,
             color=INK,
             va="bottom",
+            annotation_clip=False,  # the first event is a moment before the first sample
             bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 2},
             arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 0.9, "relpos": (0, 0)},
         )
