@@ -2,6 +2,10 @@
 
     mpirun -n 4 splash-trt serve …        rank 0 starts the frontend before MPI, and ends with it
     splash-trt serve --ranks 4 …          the frontend is the parent (supervise.py) and starts mpirun
+
+Under mpirun the exit code is mpirun's: 0 after a SIGTERM to the frontend, 2 for what a user got wrong, 1 after Ctrl-C
+or SIGTERM to mpirun, which leaves ranks no time to finish streams (their clients are told), and else that of the rank
+that ended first: 137 if it was killed, 70 if others waited too long for it, 72 if its frontend died, 1 for an error.
 """
 
 from __future__ import annotations
