@@ -23,6 +23,8 @@ timed "imports" python scripts/check_imports.py
 # Ranks share the cores with each other: a thread pool in each of them would only make them wait. Open MPI refuses to
 # run as root, which is who runs in a container, unless it is told twice.
 export OMP_NUM_THREADS=1
+# As ranks have it (splash_trt/environment.py): tensors of the same sizes come and go all the time.
+export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 export OMPI_ALLOW_RUN_AS_ROOT=1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 echo "== pytest"

@@ -38,9 +38,14 @@ def for_child() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
 
 
+# Tensors of the same sizes come and go in every step. Left to itself, glibc gives their memory back to the system and
+# asks for it again each time, which costs a CPU rank a quarter of its time.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+
+
 def for_mpirun() -> dict[str, str]:
     """This environment for a new mpirun. Open MPI refuses to run as root (the user in a container) until told twice."""
-    environment = for_child()
+    environment = _KEEP_MEMORY | for_child()
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return environment

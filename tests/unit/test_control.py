@@ -330,6 +330,12 @@ class TestEnvironment:
         monkeypatch.setenv("OMPI_MCA_plm", "isolated")
         assert environment.for_mpirun()["OMPI_MCA_plm"] == "isolated"
 
+    def test_ranks_keep_their_memory_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+        assert int(environment.for_mpirun()["MALLOC_TRIM_THRESHOLD_"]) > 1 << 20
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "77")
+        assert environment.for_mpirun()["MALLOC_TRIM_THRESHOLD_"] == "77"
+
     def test_root_may_start_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         assert environment.for_mpirun()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
