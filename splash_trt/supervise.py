@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,8 @@ def supervise(options: ServeOptions) -> int:
             # Ranks that still load do not listen to anybody. If one has died, mpirun is about to say so and to end.
             patience_s = MPIRUN_END_S if code != 0 else RANKS_END_S if link_path.exists() else 0.0
         finally:
+            # From here on a signal cuts the wait short, and what is on disk is removed all the same.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             _end(ranks, patience_s)
             lifeline.close()
         if code == EXIT_FAILED and ranks.returncode:

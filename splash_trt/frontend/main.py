@@ -134,10 +134,10 @@ async def run(options: Options) -> int:
     finally:
         if ready is not None:
             ready.cancel()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
         await runner.cleanup()
         await engine.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
 async def _listen(runner: web.AppRunner, options: Options) -> None:

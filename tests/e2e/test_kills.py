@@ -129,6 +129,19 @@ def test_a_signal_ends_ranks_of_our_own_in_order(start: Start, number: signal.Si
 
 
 @pytest.mark.nightly
+def test_a_second_signal_does_not_wait_for_streams(start: Start) -> None:
+    server = start("supervised").wait_until_ready()
+    readers = stream(server)
+    for _ in range(2):
+        server.process.terminate()
+        time.sleep(1)
+    wait_for_end(server, 9)
+    assert server.process.wait() == 0
+    assert told(readers) == ["shutting_down"] * 3
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_mpirun_ends_its_ranks_and_tells_the_streams(start: Start, number: signal.Signals) -> None:
     server = start("mpirun").wait_until_ready()
