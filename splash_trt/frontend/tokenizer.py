@@ -95,7 +95,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with what the model wants around it (a begin-of-text token, say)."""
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, True)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Ids of a chat up to where the answer begins. ApiError if the template refuses it."""
@@ -106,7 +106,11 @@ class Tokenizer:
                 param="messages",
                 code="no_chat_template",
             )
-        return self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
+        return self._encode(self._template.render(messages), False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # encode() would keep every other thread waiting, the event loop's too, until a long text is done.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def detokenizer(self) -> Detokenizer:
         """Special tokens have no text."""

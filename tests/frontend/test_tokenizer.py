@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,20 @@ def test_demo_model() -> None:
     assert "".join(pieces(tokenizer.detokenizer(), tokenizer.encode(text))) == text
     chat = [tokenizer.token_name(t) for t in tokenizer.encode_chat([{"role": "user", "content": "Romeo"}])]
     assert "<|user|>" in chat and chat[-1] == "<|assistant|>"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer, text = Tokenizer(DEMO_MODEL), "ab " * (1 << 17)
+    thread = threading.Thread(target=tokenizer.encode, args=(text,))
+    begin = time.monotonic()
+    thread.start()
+    looks = 0
+    while thread.is_alive():
+        time.sleep(0.005)
+        looks += 1
+    seconds = time.monotonic() - begin
+    assert seconds > 0.1, "this text is not long"
+    assert looks > 10
 
 
 def test_names_of_tokens(tokenizer: Tokenizer) -> None:
