@@ -6,7 +6,7 @@ on each, and every rank gets the same outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +65,7 @@ class LLM:
         )
         self._count = 0
         self._broken = False
+        self._closed = False
         self._close: Callable[[], None] = lambda: None
         self._worker = start_worker(self._start(), self.model, self.config, self._source)
         rank = self._worker.world.rank
@@ -80,18 +81,16 @@ class LLM:
 
         sampling: one for all prompts or one each. ValueError names what is wrong with a prompt before any is run.
         """
+        if self._closed:
+            raise RuntimeError("this LLM is closed; make a new one")
         if self._broken:
             raise RuntimeError("an earlier generate() was interrupted; make a new LLM")
-        params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
-        if len(params) != len(prompts):
-            raise ValueError(f"sampling: {len(params)} for {len(prompts)} prompts; give one, or one for each")
-        requests = [
-            Request(id=f"{self._count + i:08d}", prompt=tuple(prompt), sampling=p)
-            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-        ]
+        requests = self._requests(prompts, sampling)
         self._count += len(requests)
         if self.orchestrator is None:
             answer = self._worker.follow()
+            if answer is None:
+                raise RuntimeError("rank 0 has closed this LLM; every rank has to make the same calls of generate()")
             if isinstance(answer, str):
                 raise ValueError(answer)
             return msgspec.convert(answer, list[Completion])
@@ -106,6 +105,23 @@ class LLM:
         self._broken = False
         control.send_object(msgspec.to_builtins(outputs))
         return outputs
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        wrong = next((prompt for prompt in prompts if not isinstance(prompt, Iterable)), None)
+        if wrong is not None:
+            raise ValueError(f"prompts: {wrong!r} is not a list of token ids; give one such list for each prompt")
+        params = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"sampling: {len(params)} for {len(prompts)} prompts; give one, or one for each")
+        for p in params:
+            if not isinstance(p, SamplingParams):
+                raise ValueError(f"sampling: {p!r} is not a SamplingParams")
+        return [
+            Request(id=f"{self._count + i:08d}", prompt=tuple(prompt), sampling=p)
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
 
     @staticmethod
     def _add(requests: Sequence[Request], orchestrator: Orchestrator) -> None:
@@ -131,6 +147,7 @@ class LLM:
     def close(self) -> None:
         """End the ranks. Under mpirun MPI ends too. A second call does nothing."""
         close, self._close = self._close, lambda: None
+        self._closed = True
         close()
 
     def __enter__(self) -> LLM:

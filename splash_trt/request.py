@@ -61,8 +61,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         seed_ok = self.seed is None or (_whole(self.seed) and 0 <= self.seed < 1 << 63)
         _check(seed_ok, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
-        stop_ok = len(self.stop_token_ids) <= MAX_STOP_IDS and all(_whole(i) and i >= 0 for i in self.stop_token_ids)
-        _check(stop_ok, "stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_IDS} ids, none negative")
+        stops = self.stop_token_ids
+        stop_ok = isinstance(stops, tuple | list) and all(_whole(i) and i >= 0 for i in stops)
+        allowed = f"a tuple of at most {MAX_STOP_IDS} ids, none negative"
+        _check(stop_ok and len(stops) <= MAX_STOP_IDS, "stop_token_ids", stops, allowed)
         for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             ok = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
             _check(ok, field, value, f"a whole number from 0 to {MAX_LOGPROBS}")

@@ -3,7 +3,7 @@ as the witness that the case is the one meant."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from splash_trt.llm import LLM
 from splash_trt.memory.map import memory_map
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
+from splash_trt.request import SamplingParams
 from tests.layouts.harness import (
     LAYOUTS,
     MEMORY_BYTES,
@@ -140,3 +141,30 @@ def test_a_failing_step_is_not_taken_for_a_wrong_prompt(models: Models, monkeypa
         with pytest.raises(ValueError, match="a bug"):
             llm.generate([[1, 2]])
         assert not sent
+
+
+def test_wrong_calls_are_named_and_change_nothing(models: Models) -> None:
+    folder, params = models.folder("v3_base"), SamplingParams(max_tokens=2, temperature=0)
+    with LLM(folder, ranks=2, layout="tp", memory_bytes=MEMORY_BYTES, dtype="float64") as llm:
+        wrong_calls: list[tuple[str, Any, Any]] = [
+            ("prompts: 1 is not a list of token ids", [1, 2], params),
+            ("sampling: {.*} is not a SamplingParams", [[1]], {"max_tokens": 2}),
+            ("sampling: None is not a SamplingParams", [[1]], [None]),
+            ("sampling: 1 for 2 prompts", [[1], [2]], [params]),
+        ]
+        for words, prompts, sampling in wrong_calls:
+            with pytest.raises(ValueError, match=words):
+                llm.generate(prompts, sampling)
+        assert len(llm.generate([[1, 2]], params)[0].tokens) == 2
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1, 2]], params)
+
+
+def test_a_rank_that_calls_more_often_than_rank_0_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(models.folder("v3_base"), layout="tp", memory_bytes=MEMORY_BYTES, dtype="float64") as llm:
+        rank_0 = llm.orchestrator
+        monkeypatch.setattr(llm, "orchestrator", None)
+        monkeypatch.setattr(llm._worker, "follow", lambda: None)
+        with pytest.raises(RuntimeError, match="rank 0 has closed"):
+            llm.generate([[1, 2]])
+        monkeypatch.setattr(llm, "orchestrator", rank_0)

@@ -120,7 +120,17 @@ def test_a_token_id_is_a_whole_number() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 1.5), ("top_k", 2.5), ("temperature", None), ("top_p", "x"), ("min_p", math.nan), ("seed", 1.0)],
+    [
+        ("max_tokens", 1.5),
+        ("top_k", 2.5),
+        ("temperature", None),
+        ("top_p", "x"),
+        ("min_p", math.nan),
+        ("seed", 1.0),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", None),
+        ("stop_token_ids", "7"),
+    ],
 )
 def test_sampling_parameters_of_the_wrong_type_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
