@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from importlib.metadata import version
 from io import FileIO
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from splash_engines.manifest import (
 )
 from splash_engines.whole_folder import whole_folder, writing
 from splash_trt.models.families import load_config
+from splash_trt.version import __version__
 from splash_trt.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, Checkpoint
 from splash_trt.weights.hf_forms import form_of
 from splash_trt.weights.json_file import read_json_object
@@ -198,7 +198,7 @@ def _fill(
         tensors[spec.name] = StoredTensor(name=spec.name, shape=spec.shape, parts=references)
     files += _copy_tokenizer(checkpoint.folder, folder)
     return Manifest(
-        built_with=version("splash-trt"),
+        built_with=__version__,
         model=checkpoint.model,
         origin=Origin(
             folder=str(checkpoint.folder),

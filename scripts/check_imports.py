@@ -42,6 +42,7 @@ LAYERS = {
     "splash_trt.runtime": 4,
     "splash_trt.migration.mover": 4,
     "splash_trt.migration.transport": 4,
+    "splash_trt.version": 0,
     "splash_trt.worker": 5,
     "splash_trt.orchestrator": 5,
     "splash_trt.link_server": 5,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from splash_trt.version import __version__
+
 if TYPE_CHECKING:
     from splash_trt.llm import LLM
     from splash_trt.request import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

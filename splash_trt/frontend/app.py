@@ -13,6 +13,7 @@ from aiohttp import web
 
 from splash_trt.frontend import metrics as metrics_module
 from splash_trt.frontend import protocol
+from splash_trt.frontend.beside import Beside
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import ApiError, unavailable
 from splash_trt.frontend.generation import Generation
@@ -56,6 +57,7 @@ class Frontend:
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._model_name = model_name
+        self._beside = Beside()
         self._max_queued = max_queued
         self._max_body_bytes = max_body_bytes
         self._ready_deadline_s = ready_deadline_s
@@ -103,7 +105,7 @@ class Frontend:
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await self._body(http, CompletionBody)
         ready = self._check(body)
-        prompts = await self._encode(body.prompts())
+        prompts = await self._encode(body.prompts(), ready.max_context)
         response_id = f"cmpl-{uuid.uuid4().hex}"
         requests = self._requests(body, response_id, prompts, ready, protocol.DEFAULT_MAX_TOKENS)
         return await self._generate(http, body, requests, self._shape(CompletionShape, body, response_id))
@@ -112,9 +114,10 @@ class Frontend:
         body = await self._body(http, ChatBody)
         ready = self._check(body)
         messages = body.template_messages()
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             raise _no_tokenizer("messages")
-        prompt = tuple(await asyncio.to_thread(self._tokenizer.encode_chat, messages))
+        prompt = tuple(await self._beside.run(lambda: tokenizer.encode_chat(messages, ready.max_context)))
         response_id = f"chatcmpl-{uuid.uuid4().hex}"
         requests = self._requests(body, response_id, [prompt], ready, None)
         return await self._generate(http, body, requests, self._shape(ChatShape, body, response_id))
@@ -147,8 +150,8 @@ class Frontend:
         message = f"model: {name[:200]!r} is not served here; it must be {self._model_name!r}"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    async def _encode(self, prompts: list[str | list[int]]) -> list[tuple[int, ...]]:
-        """Token ids of each prompt; all are texts, or none is."""
+    async def _encode(self, prompts: list[str | list[int]], limit: int) -> list[tuple[int, ...]]:
+        """Token ids of each prompt; all are texts, or none is. Texts sure to have more than `limit` are refused."""
         if len(prompts) > self._max_queued:
             message = f"prompt: {len(prompts)} prompts are too many; at most {self._max_queued} may come at once"
             raise ApiError(message, param="prompt")
@@ -160,9 +163,9 @@ class Frontend:
             raise _no_tokenizer("prompt")
 
         def encode() -> list[tuple[int, ...]]:
-            return [tuple(tokenizer.encode(text)) for text in texts]
+            return [tuple(tokenizer.encode(text, limit)) for text in texts]
 
-        return await asyncio.to_thread(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
+        return await self._beside.run(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
 
     def _requests(
         self,

@@ -87,18 +87,32 @@ class Tokenizer:
         self._special = {token for token, entry in added.items() if entry.special}
         self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
+        # Only where every byte of a text ends up in some token.
+        whole = self._is_byte_level and self._tokenizer.normalizer is None
+        self._longest = max(map(len, self._tokenizer.get_vocab()), default=1) if whole else None
         self._template = ChatTemplate.load(folder)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with what the model wants around it (a begin-of-text token, say)."""
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of a prompt, with what the model wants around it (a begin-of-text token, say).
+
+        ApiError if the text is sure to have more than `limit` ids: encoding it could take minutes for nothing.
+        """
+        self._refuse_long(text, limit, "prompt")
         return self._encode(text, True)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a chat up to where the answer begins. ApiError if the template refuses it."""
+    def _refuse_long(self, text: str, limit: int | None, field: str) -> None:
+        if limit is None or self._longest is None:
+            return
+        least = -(-len(text.encode()) // self._longest)
+        if least > limit:
+            raise ApiError(f"{field}: at least {least} tokens are too many; at most {limit} fit", param=field)
+
+    def encode_chat(self, messages: list[dict[str, str]], limit: int | None = None) -> list[int]:
+        """Ids of a chat up to where the answer begins. ApiError if the template refuses it, or as `encode`."""
         if self._template is None:
             raise ApiError(
                 "messages: this model has no chat template; use /v1/completions, or put chat_template.jinja beside"
@@ -106,7 +120,9 @@ class Tokenizer:
                 param="messages",
                 code="no_chat_template",
             )
-        return self._encode(self._template.render(messages), False)
+        text = self._template.render(messages)
+        self._refuse_long(text, limit, "messages")
+        return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # encode() would keep every other thread waiting, the event loop's too, until a long text is done.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from typing import Any, cast
 
 import pytest
 
 from splash_trt.frontend.app import LONG_TEXT, Frontend
+from splash_trt.frontend.beside import Beside
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.metrics import Metrics
 
@@ -19,7 +22,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, threading.Thread]] = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         self.calls.append((text, threading.current_thread()))
         return [len(text)]
 
@@ -39,7 +42,7 @@ def _frontend(tokenizer: Recorder) -> Frontend:
 def test_too_many_prompts_are_refused_before_any_is_encoded() -> None:
     tokenizer = Recorder()
     with pytest.raises(ApiError, match="prompt: 4 prompts are too many; at most 3"):
-        asyncio.run(_frontend(tokenizer)._encode(["a", "b", "c", "d"]))
+        asyncio.run(_frontend(tokenizer)._encode(["a", "b", "c", "d"], 100))
     assert not tokenizer.calls
 
 
@@ -47,12 +50,39 @@ def test_too_many_prompts_are_refused_before_any_is_encoded() -> None:
 def test_short_texts_that_are_long_together_are_encoded_beside_the_loop(beside: bool) -> None:
     tokenizer, length = Recorder(), LONG_TEXT // 2
     texts: list[str | list[int]] = ["x" * length, "y" * (length + beside)]
-    assert asyncio.run(_frontend(tokenizer)._encode(texts)) == [(length,), (length + beside,)]
+    assert asyncio.run(_frontend(tokenizer)._encode(texts, 100)) == [(length,), (length + beside,)]
     assert [text for text, _ in tokenizer.calls] == texts
     assert all((thread is not threading.main_thread()) == beside for _, thread in tokenizer.calls)
 
 
 def test_token_ids_stay_as_they_are() -> None:
     tokenizer = Recorder()
-    assert asyncio.run(_frontend(tokenizer)._encode([[1, 2], [3]])) == [(1, 2), (3,)]
+    assert asyncio.run(_frontend(tokenizer)._encode([[1, 2], [3]], 100)) == [(1, 2), (3,)]
     assert not tokenizer.calls
+
+
+def test_a_process_that_ends_does_not_wait_for_what_is_encoded() -> None:
+    code = (
+        "import asyncio, time\n"
+        "from splash_trt.frontend.beside import Beside\n"
+        "async def main():\n"
+        "    await asyncio.wait_for(Beside().run(lambda: time.sleep(60)), 0.1)\n"
+        "try:\n"
+        "    asyncio.run(main())\n"
+        "except TimeoutError as error:\n"
+        "    print('ended')\n"
+        "except asyncio.TimeoutError:\n"
+        "    print('ended')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "ended\n", done.stderr
+
+
+def test_what_runs_beside_the_loop_gives_its_result_or_its_error() -> None:
+    async def both() -> None:
+        beside = Beside()
+        assert await asyncio.gather(*(beside.run(lambda n=n: n * n) for n in range(9))) == [n * n for n in range(9)]
+        with pytest.raises(ZeroDivisionError):
+            await beside.run(lambda: 1 // 0)
+
+    asyncio.run(both())

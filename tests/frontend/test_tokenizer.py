@@ -159,3 +159,13 @@ def test_broken_neighbours(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match="chat_template"):
         Tokenizer(tmp_path)
+
+
+def test_texts_sure_to_be_too_long_are_refused_and_no_others() -> None:
+    tokenizer = Tokenizer(Path(__file__).resolve().parents[2] / "models" / "splash-tiny")
+    for text in ("", "a", "To be, or not to be", " " * 500, "\U0001f600" * 40, "and the Lord said unto Moses " * 20):
+        assert tokenizer.encode(text, len(tokenizer.encode(text))) == tokenizer.encode(text)
+    with pytest.raises(ApiError, match="prompt: at least .* too many; at most 4096 fit"):
+        tokenizer.encode("ab " * 1_000_000, 4096)
+    with pytest.raises(ApiError, match="messages: at least"):
+        tokenizer.encode_chat([{"role": "user", "content": "ab " * 1_000_000}], 4096)

@@ -220,7 +220,7 @@ def explore(layout: Layout, plans_in_flight: int, bounds: Bounds, *, pages: int 
 @pytest.mark.parametrize("layout", list(Layout))
 def test_a_switch_and_an_abort_at_every_moment(layout: Layout, plans_in_flight: int) -> None:
     found = explore(layout, plans_in_flight, Bounds(1, 1, 0))
-    assert found["nodes"] > 200 and found["committed"] and found["aborted"]
+    assert found["nodes"] > 150 and found["committed"] and found["aborted"]
 
 
 def test_two_switches_at_every_moment() -> None:
