@@ -337,6 +337,8 @@ class TestEnvironment:
         assert environment.for_mpirun()["MALLOC_TRIM_THRESHOLD_"] == "77"
 
     def test_root_may_start_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         assert environment.for_mpirun()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
