@@ -7,6 +7,7 @@ One array per field and no object per row: at thousands of rows the arrays stay 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -162,9 +163,11 @@ def encode(plan: Plan) -> bytes:
 def decode(data: bytes) -> Plan:
     """The inverse of `encode`; its arrays are read-only views of `data`."""
     raw = _decoder.decode(data)
-    values = {name: np.frombuffer(raw[name][1], _DTYPES[name]).reshape(raw[name][0]) for name in _ARRAYS}
-    scalars = {name: raw[name] for name in _SCALARS} | {"layout": Layout(raw["layout"])}
-    return Plan(**scalars, **values)
+    values: dict[str, Any] = {name: raw[name] for name in _SCALARS} | {"layout": Layout(raw["layout"])}
+    for name in _ARRAYS:
+        shape, bytes_ = raw[name]
+        values[name] = np.frombuffer(bytes_, _DTYPES[name]).reshape(shape)
+    return Plan(**values)
 
 
 _DTYPES = {name: np.dtype(np.int32) for name in _ARRAYS} | {
