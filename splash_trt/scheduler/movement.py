@@ -71,7 +71,7 @@ class Movement:
         heads = np.zeros(self._config.num_ranks, np.int64)
         for move in self._heads:
             heads[move.target] += move.end - move.begin
-        return rows * self._sizes.row_bytes + int(heads.max()) * self._sizes.itemsize
+        return rows * self._sizes.row_bytes + int(np.max(heads)) * self._sizes.itemsize
 
     @property
     def all_planned(self) -> bool:

@@ -87,7 +87,7 @@ class Switcher:
         if self._goal is None or self.state not in (State.MIGRATING, State.ARMED):
             return None
         free = self._ledger.directory.free_pages()
-        return follow(placement, SPECS[self._goal.layout].placement, int(free.argmax()))
+        return follow(placement, SPECS[self._goal.layout].placement, int(np.argmax(free)))
 
     # What others tell
 
@@ -255,7 +255,7 @@ class Switcher:
             moved += self._ledger.compact(rank, directory.pools[rank].limit, pages, step=step)
         self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
         if above.any() and not moved and now >= self._hold_until:
-            rank = int(above.argmax())
+            rank = int(np.argmax(above))
             self.abort(f"no room: rank {rank} has nowhere to put {above[rank]} pages", sent=sent, now=now)
             return
         if not directory.top_held().any():
