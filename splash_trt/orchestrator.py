@@ -1,4 +1,7 @@
-"""Rank 0's loop: receive, schedule, execute, complete, and now and then ask the policy where to go."""
+"""One turn of rank 0: schedule, execute, complete, and now and then ask the policy where to go.
+
+Whoever drives it receives in between: engine_server.py from frontends, llm.py from its caller.
+"""
 
 from __future__ import annotations
 

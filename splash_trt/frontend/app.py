@@ -336,5 +336,5 @@ async def _end_with(response: web.StreamResponse, error: ApiError) -> None:
 
 
 def _no_tokenizer(field: str) -> ApiError:
-    remedy = 'send token ids as "prompt" to /v1/completions, or start the server with --tokenizer FOLDER'
+    remedy = 'send token ids as "prompt" to /v1/completions, or serve an engine built from a folder with tokenizer.json'
     return ApiError(f"{field}: this server has no tokenizer; {remedy}", param=field, code="no_tokenizer")

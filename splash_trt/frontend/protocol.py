@@ -239,13 +239,16 @@ def check_neutral(body: GenerationBody) -> None:
 
 
 def max_tokens(body: GenerationBody, default: int | None, room: int) -> int:
-    """Output tokens at most. `room`: what the context leaves, which is also the default None."""
+    """Output tokens at most. `room`: what the context leaves, which is also the default None. ApiError beyond it."""
     for field in ("max_completion_tokens", "max_tokens"):
         value: int | None = getattr(body, field)
         if value is not None:
             if value < 1:
                 raise ApiError(f"{field}: {value} is not allowed; it must be at least 1", param=field)
-            return min(value, room)
+            if value > room:
+                message = f"{field}: {value} is not allowed; the context leaves room for {room} after this prompt"
+                raise ApiError(message, param=field)
+            return value
     return room if default is None else min(default, room)
 
 

@@ -175,9 +175,17 @@ def test_neutral_values_that_clients_send_unasked(server: FrontendProcess) -> No
 
 
 def test_numbers_larger_than_a_message_holds(server: FrontendProcess, engine: FakeEngine) -> None:
-    body = {"prompt": "<|end|>", "max_tokens": 10**30, "top_k": 10**30}
+    body = {"prompt": "<|end|>", "max_tokens": 2, "top_k": 10**30}
     assert server.ask("POST", COMPLETIONS, body).status == 200
-    assert engine.submitted[-1].sampling.max_tokens == 4095 and engine.submitted[-1].sampling.top_k == 0
+    assert engine.submitted[-1].sampling.top_k == 0
+
+
+@pytest.mark.parametrize("asked", [4096, 10**30])
+def test_more_output_than_the_context_holds(server: FrontendProcess, engine: FakeEngine, asked: int) -> None:
+    before = len(engine.submitted)
+    answer = server.ask("POST", COMPLETIONS, {"prompt": "<|end|>", "max_tokens": asked})
+    assert answer.status == 400 and answer.json["error"]["param"] == "max_tokens"
+    assert "room for 4095" in answer.json["error"]["message"] and len(engine.submitted) == before
 
 
 def test_unknown_routes_and_methods(server: FrontendProcess) -> None:
@@ -205,7 +213,7 @@ def test_without_a_tokenizer(shared: tuple[FakeEngine, str]) -> None:
         ):
             refused = frontend.ask("POST", path, body)
             assert (refused.status, refused.json["error"]["param"]) == (400, param)
-            assert "--tokenizer" in refused.json["error"]["message"]
+            assert "tokenizer.json" in refused.json["error"]["message"]
         assert len(engine.submitted) == before
     finally:
         frontend.end()
