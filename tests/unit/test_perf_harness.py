@@ -141,7 +141,7 @@ class TestProvenance:
         p = harness.provenance({"a": 1}, "perf.thing", ["--remark", "two words"], "")
         assert p.command == "python -m perf.thing --remark 'two words'"
         assert p.hardware.cpu and p.hardware.cores >= 1 and p.hardware.memory_gib >= 1
-        assert p.software.torch == torch.__version__.split("+")[0]  # without the build
+        assert p.software.torch.split("+")[0] == torch.__version__.split("+")[0]  # the build may be unsaid
 
     def test_dirty_trees_are_told_from_clean_ones(self, tmp_path: Path) -> None:
         def git(*arguments: str) -> None:
