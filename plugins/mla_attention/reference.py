@@ -12,7 +12,7 @@ import torch
 MAX_GATHERED = 1 << 25  # numbers gathered from pages at a time; bounds temporary memory
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are taken in: float32, or float64 where the inputs are that."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -41,7 +41,7 @@ def mla_decode(
     """
     n, heads, width = q.shape
     page_tokens = pages.shape[1]
-    dtype = wide(q.dtype)
+    dtype = sum_dtype(q.dtype)
     out = torch.zeros((n, heads, latent), dtype=dtype, device=q.device)
     lse = torch.full((n, heads), -torch.inf, dtype=dtype, device=q.device)
     used = -(-int(length.max()) // page_tokens) if n else 0
@@ -80,7 +80,7 @@ def mla_prefill(
     heads), v [C, H, v_dim] at positions first_key, first_key + 1, …
     Returns outputs [n, H, v_dim] and log-sum-exp [n, H], both in the wide dtype.
     """
-    dtype = wide(q_nope.dtype)
+    dtype = sum_dtype(q_nope.dtype)
     key_position = first_key + torch.arange(k_nope.shape[0], device=q_nope.device)
     scores = torch.einsum("qhd,khd->hqk", q_nope.to(dtype), k_nope.to(dtype))
     scores += torch.einsum("qhd,kd->hqk", q_rope.to(dtype), k_rope.to(dtype))

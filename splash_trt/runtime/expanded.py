@@ -9,7 +9,7 @@ import torch
 
 from splash_engines.lower_torch import TorchEngine
 from splash_plugins.lse_merge.reference import lse_merge
-from splash_plugins.mla_attention.reference import mla_prefill, wide
+from splash_plugins.mla_attention.reference import mla_prefill, sum_dtype
 from splash_trt.dist.collectives import Collectives
 from splash_trt.models.config import ModelConfig
 from splash_trt.runtime.rounds import Round
@@ -40,7 +40,7 @@ class ExpandedAttention:
         """q_nope [n, H, nope], q_rope [n, H, R], q_position [n]; rows [T_r, W] of all of this rank's tokens, already
         stored where they belong; pages [num_pages, page_tokens, W] of this layer. Returns [n, H, v] in q's dtype."""
         n, heads = q_nope.shape[:2]
-        dtype = wide(q_nope.dtype)
+        dtype = sum_dtype(q_nope.dtype)
         out = torch.zeros((n, heads, self._model.v_head_dim), dtype=dtype, device=q_nope.device)
         lse = torch.full((n, heads), -torch.inf, dtype=dtype, device=q_nope.device)
         for part in rounds:

@@ -14,7 +14,7 @@ from splash_trt.config import EngineConfig
 from splash_trt.layout.partition import token_ranks
 from splash_trt.layout.spec import SPECS, PlacementKind
 from splash_trt.plan import LAST_SAMPLED, NO_PAGE, Plan
-from splash_trt.runtime.rounds import Round, context_rounds
+from splash_trt.runtime.rounds import Round, context_rounds, index_tensor
 from splash_trt.runtime.tables import SlotTables
 
 
@@ -115,28 +115,28 @@ class InputBuilder:
         return StepInputs(
             plan=plan,
             counts=tuple(plan.counts.tolist()),
-            order=_tensor(order),
-            token=_tensor(token),
-            sampled_at=_tensor(sampled),
-            sampled_slot=_tensor(plan.slot[row[order[sampled]]]),
-            position=_tensor(position[here]),
+            order=index_tensor(order),
+            token=index_tensor(token),
+            sampled_at=index_tensor(sampled),
+            sampled_slot=index_tensor(plan.slot[row[order[sampled]]]),
+            position=index_tensor(position[here]),
             append=self._append(plan, here, row, position),
             append_target=self._append_target(plan, here, row, position),
             absorbed=self._absorbed(plan, rank_of, here, row, position) if absorbed.any() else None,
-            expanded=_tensor(expanded),
+            expanded=index_tensor(expanded),
             rounds=context_rounds(plan, config, self._rank, self._tables.pages, here[expanded], local),
-            want_here=_tensor(local[plan.want_index[want_rank == self._rank]]),
+            want_here=index_tensor(local[plan.want_index[want_rank == self._rank]]),
             want_counts=tuple(
                 np.full(num_ranks, len(plan.want_index)) if everywhere else np.bincount(want_rank, minlength=num_ranks)
             ),
-            want_order=_tensor(np.argsort(want_stack)),
+            want_order=index_tensor(np.argsort(want_stack)),
         )
 
     def _where(self, slot: np.ndarray, position: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(page id, offset) on this rank of each position of each slot."""
         page = self._tables.pages[slot, position // self._config.page_tokens]
         assert (page >= 0).all(), "a row belongs to a page that this rank does not hold"
-        return _tensor(page), _tensor(position % self._config.page_tokens)
+        return index_tensor(page), index_tensor(position % self._config.page_tokens)
 
     def _append(self, plan: Plan, here: np.ndarray, row: np.ndarray, position: np.ndarray) -> Append:
         """Rows of this rank's own tokens. In CP absorbed tokens' rows travel with their queries instead."""
@@ -148,7 +148,7 @@ class InputBuilder:
             keep = ~plan.absorbed[row[here]]
         source = np.flatnonzero(keep)
         page, offset = self._where(plan.slot[row[here[source]]], position[here[source]])
-        return Append(source=_tensor(source), page=page, offset=offset)
+        return Append(source=index_tensor(source), page=page, offset=offset)
 
     def _append_target(self, plan: Plan, here: np.ndarray, row: np.ndarray, position: np.ndarray) -> Append:
         """Rows of armed requests whose page here in the target tables is another than today's."""
@@ -158,7 +158,7 @@ class InputBuilder:
         page = self._tables.target_pages[slot, index]
         keep = np.flatnonzero((page != NO_PAGE) & (page != self._tables.pages[slot, index]))
         offset = at[keep] % self._config.page_tokens
-        return Append(source=_tensor(armed[keep]), page=_tensor(page[keep]), offset=_tensor(offset))
+        return Append(source=index_tensor(armed[keep]), page=index_tensor(page[keep]), offset=index_tensor(offset))
 
     def _absorbed(
         self, plan: Plan, rank_of: np.ndarray, here: np.ndarray, row: np.ndarray, position: np.ndarray
@@ -186,11 +186,11 @@ class InputBuilder:
         stored = self._stored(plan, read, row, position) if placement is PlacementKind.STRIPED else read[:0]
         page, offset = self._where(plan.slot[row[read[stored]]], position[read[stored]])
         return Absorbed(
-            here=_tensor(np.searchsorted(here, token[mine])),
-            readers=tuple(_tensor(np.flatnonzero(reads[mine, r])) for r in ranks),
+            here=index_tensor(np.searchsorted(here, token[mine])),
+            readers=tuple(index_tensor(np.flatnonzero(reads[mine, r])) for r in ranks),
             num_from=tuple(num_from),
             context=self._context(plan, read, row, position),
-            append=Append(source=_tensor(stored), page=page, offset=offset),
+            append=Append(source=index_tensor(stored), page=page, offset=offset),
         )
 
     def _stored(self, plan: Plan, read: np.ndarray, row: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -208,7 +208,7 @@ class InputBuilder:
         slot, rows = plan.slot[row[read]], position[read].astype(np.int64) + 1
         if SPECS[plan.layout].placement is not PlacementKind.STRIPED:
             used = -(-int(rows.max(initial=0)) // size)
-            return Context(tables=_tensor(self._tables.pages[slot, :used]), length=_tensor(rows))
+            return Context(tables=index_tensor(self._tables.pages[slot, :used]), length=index_tensor(rows))
         first = (self._rank - plan.home[row[read]]) % num_ranks
         full, rest = rows // size, rows % size
         length = np.maximum(full - first + num_ranks - 1, 0) // num_ranks * size
@@ -216,8 +216,4 @@ class InputBuilder:
         used = -(-int(length.max(initial=0)) // size)
         columns = first[:, None] + num_ranks * np.arange(used)
         table = self._tables.pages[slot[:, None], np.minimum(columns, self._tables.pages.shape[1] - 1)]
-        return Context(tables=_tensor(table), length=_tensor(length))
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+        return Context(tables=index_tensor(table), length=index_tensor(length))

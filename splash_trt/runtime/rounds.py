@@ -104,16 +104,17 @@ def context_rounds(
             Round(
                 num_rows=begin,
                 segments=tuple(segments),
-                page=_tensor(taken),
-                offset=_tensor(position[old[mine]] % config.page_tokens),
+                page=index_tensor(taken),
+                offset=index_tensor(position[old[mine]] % config.page_tokens),
                 counts=tuple(np.bincount(holder, minlength=config.num_ranks).tolist()) if gathers else None,
-                place=_tensor(old[np.argsort(holder, kind="stable")]),
-                new_source=_tensor(local[token[new]]),
-                new_place=_tensor(np.flatnonzero(new)),
+                place=index_tensor(old[np.argsort(holder, kind="stable")]),
+                new_source=index_tensor(local[token[new]]),
+                new_place=index_tensor(np.flatnonzero(new)),
             )
         )
     return tuple(out)
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def index_tensor(array: np.ndarray) -> torch.Tensor:
+    """int64, as torch wants its indices."""
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
