@@ -141,11 +141,6 @@ class Watch:
         self._outer = int(Phase.IDLE)
         self._set(self._outer)
 
-    def starting(self) -> None:
-        """Loading, compiling or capturing: the long deadline holds until the next step or `end_step`."""
-        self._outer = int(Phase.STARTING)
-        self._set(self._outer)
-
     def enter(self, phase: Phase) -> None:
         """Begins an exchange with other ranks; not nested. Collectives are counted, messages are not: only rank 0
         sends those."""
