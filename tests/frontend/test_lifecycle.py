@@ -175,7 +175,7 @@ def test_lifeline(own_engine: FakeEngine, address: str) -> None:
         os.close(writing)
         began = time.monotonic()
         assert frontend.wait_for_exit() == 1
-        assert time.monotonic() - began < 2.5  # a second, and what a crowded machine takes
+        assert time.monotonic() - began < 10  # a second, and what a crowded machine takes
     finally:
         frontend.end()
 

@@ -108,7 +108,7 @@ def test_garbage_is_ignored(
 def test_poll_waits_no_longer_than_told(server: LinkServer) -> None:
     began = time.monotonic()
     assert server.poll(0) == [] and server.poll(0.1) == []
-    assert 0.09 < time.monotonic() - began < 2
+    assert 0.09 < time.monotonic() - began < 5
 
 
 def test_frames_for_a_client_that_is_gone_vanish(
