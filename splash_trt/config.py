@@ -24,6 +24,29 @@ class Layout(enum.IntEnum):
 
 
 DTYPES = ("float64", "float32", "bfloat16")
+FORMATS = (*DTYPES, "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """What numbers are stored as, where that is not EngineConfig.dtype: names of FORMATS, None for that dtype.
+
+    "fp8" weights have one float32 scale for each 128 x 128 block. An "fp8" cache row has one float32 scale for each 128
+    numbers of its latent part and of its indexer key, and its rope part in bfloat16, as DeepSeek published it.
+    """
+
+    weights: str | None = None
+    """All products of the model but attention's head-cut ones: experts, MLPs, q_a, kv_a, indexer."""
+    attention: str | None = None
+    """The head-cut ones, which a switch brings to ranks: q_b, W_UK, W_UV, o."""
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("weights", "attention", "cache"):
+            value = getattr(self, field)
+            if value is not None and value not in FORMATS:
+                raise ValueError(f"formats.{field}: {value!r} is not one of {', '.join(FORMATS)}")
+
 MAX_DEADLINE_S = 1e6
 """Eleven days; clocks count nanoseconds in 64 bits, which infinity does not fit."""
 
@@ -39,6 +62,8 @@ class EngineConfig:
     layout: Layout = Layout.TP
     dtype: str = "float32"
     """Arithmetic, weights and cache: float64 for proofs, float32, bfloat16."""
+    formats: Formats = Formats()
+    """Where weights or cache are stored as something else than `dtype`."""
     memory_bytes: int = 1 << 30
     """One rank's arena: workspaces, weights and cache pages together."""
     page_tokens: int = 64

@@ -29,13 +29,19 @@ class SetLayout(msgspec.Struct, frozen=True, tag=True):
     pin: bool = False
 
 
+class Explain(msgspec.Struct, frozen=True, tag=True):
+    """Why the layout is what it is; answered by an Explanation with the same `token`."""
+
+    token: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish the requests at hand (drain) or drop them, then end."""
 
     drain: bool = True
 
 
-ToEngine = Submit | Cancel | SetLayout | Shutdown
+ToEngine = Submit | Cancel | SetLayout | Explain | Shutdown
 
 
 class LayoutCapacity(msgspec.Struct, frozen=True):
@@ -111,7 +117,15 @@ class LayoutReply(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-FromEngine = Ready | Frames | SwitchReport | LayoutReply
+class Explanation(msgspec.Struct, frozen=True, tag=True):
+    """What the policy saw, which layouts it compared and what came of it, as plain values for people to read."""
+
+    incarnation: str
+    token: int
+    report: dict[str, object]
+
+
+FromEngine = Ready | Frames | SwitchReport | LayoutReply | Explanation
 
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -69,6 +69,17 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Chooses the cache rows that a token attends to (DeepSeek sparse attention, DeepSeek-V3.2-Exp's report)."""
+
+    num_heads: int
+    head_dim: int
+    """Also the numbers that it adds to a token's cache row: its key."""
+    top_k: int
+    """Rows that a token attends to at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model_type: str
     vocab_size: int
@@ -95,6 +106,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """What the checkpoint is stored in; only a default for the engine's."""
+    indexer: Indexer | None = None
+    """None: a token attends to all rows before it."""
 
     @property
     def num_layers(self) -> int:

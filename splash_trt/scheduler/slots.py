@@ -14,7 +14,7 @@ class Slots:
 
     total: tokens, those included that are sampled but not yet known here; admitted: tokens that were known at
     admission (up to there rows carry ids, from there on they follow the sampler); computed: tokens whose rows are
-    planned; pages: pages held; limit: most tokens; home: owner or home rank; order: position in seniority.
+    planned; prompt: tokens of the prompt; pages: pages held; limit: most tokens; home: owner or home rank.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -22,6 +22,7 @@ class Slots:
         self.total = np.zeros(max_slots, np.int64)
         self.admitted = np.zeros(max_slots, np.int64)
         self.computed = np.zeros(max_slots, np.int64)
+        self.prompt = np.zeros(max_slots, np.int64)
         self.pages = np.zeros(max_slots, np.int64)
         self.limit = np.zeros(max_slots, np.int64)
         self.home = np.zeros(max_slots, np.int32)
@@ -40,6 +41,7 @@ class Slots:
         self.live[slot] = True
         self.total[slot] = self.admitted[slot] = len(sequence.tokens)
         self.computed[slot] = 0
+        self.prompt[slot] = len(sequence.request.prompt)
         self.pages[slot] = pages
         self.limit[slot] = sequence.limit
         self.home[slot] = home

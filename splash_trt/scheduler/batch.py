@@ -1,0 +1,65 @@
+"""One step's work as the cost model sees it: sums by rank, no row by itself. N ranks.
+
+A request's work is counted at its owner (DP, DOP) or home (CP); in TP ownership means nothing and the sums count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splash_trt.config import Layout
+from splash_trt.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Arrays [N] float64, by owner or home. "Decode" are tokens that attend absorbed, one or few of a request;
+    "prefill" those that attend expanded."""
+
+    layout: Layout
+    decode_tokens: np.ndarray
+    decode_context: np.ndarray
+    """Cache rows before and with each decode token, summed over tokens."""
+    prefill_tokens: np.ndarray
+    prefill_pairs: np.ndarray
+    """(query, key) pairs of prefill tokens: each token with the rows before it and its own."""
+    prefill_context: np.ndarray
+    """Cache rows that prefill chunks reach, summed over chunks: what is gathered and up-projected."""
+    sampled: int
+    """Positions whose next token is wanted."""
+    decode_longest: int = 0
+    """The largest context among decode tokens; 0: all are alike."""
+    moved_bytes: int = 0
+    """For a switch, before or after the rows run: the most that any rank sends and receives, in and out together."""
+
+    @property
+    def num_tokens(self) -> float:
+        return float(self.decode_tokens.sum() + self.prefill_tokens.sum())
+
+    @classmethod
+    def of(cls, plan: Plan, num_ranks: int, *, moved_bytes: int = 0) -> Batch:
+        """What a plan asks for."""
+        count, end = plan.count.astype(np.int64), plan.start.astype(np.int64) + plan.count
+        # Token i of a row at `start` meets start + i + 1 rows: summed over the row, count * (start + end + 1) / 2.
+        pairs = count * (plan.start + end + 1) / 2
+        absorbed = plan.absorbed
+
+        def by_home(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+            return np.bincount(plan.home[mask], values[mask], num_ranks)
+
+        expanded = ~absorbed
+        none = np.zeros(num_ranks)
+        has_prefill = bool(expanded.any())
+        return cls(
+            layout=plan.layout,
+            decode_tokens=by_home(count, absorbed),
+            decode_context=by_home(pairs, absorbed),
+            prefill_tokens=by_home(count, expanded) if has_prefill else none,
+            prefill_pairs=by_home(pairs, expanded) if has_prefill else none,
+            prefill_context=by_home(end, expanded) if has_prefill else none,
+            sampled=len(plan.want_index),
+            decode_longest=int(end[absorbed].max(initial=0)),
+            moved_bytes=moved_bytes,
+        )

@@ -1,0 +1,40 @@
+"""What the cost model knows of the machine that ranks run on: a description, its origin, and nothing of any model.
+
+Built-in descriptions, JSON files and calibration all give the same value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+KINDS = ("gemm", "experts", "decode", "prefill", "indexer", "elementwise", "collective", "operation", "step")
+"""What a step's time is made of; each has a factor by which it is slower than the ideal that the figures allow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One rank's device and the links between ranks. Rates are what hardware can reach, factors what programs do."""
+
+    name: str
+    origin: str
+    """Where the figures are from: documents, or who measured what, when and how."""
+    memory_bytes: int
+    """Of one rank; 0: unknown, the user says how much there is."""
+    flops: dict[str, float]
+    """Multiply-adds count two; by format of the operands, as in config.FORMATS."""
+    memory_bytes_s: float
+    """Read or written."""
+    link_bytes_s: float
+    """Between ranks, what one rank sends while it receives as much."""
+    collective_s: float
+    """A small collective among two ranks."""
+    collective_hop_s: float
+    """What every further rank adds."""
+    operation_s: float
+    """What an operation takes however little it does."""
+    step_s: float
+    """What a step takes however little it does, preparation and hand-over included."""
+    concurrent_ranks: int | None = None
+    """Ranks that really run at the same time when they share a machine's cores; None: all."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """By KINDS; 1 where nothing is said."""
