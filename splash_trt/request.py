@@ -10,6 +10,8 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 256
+MAX_LOGIT_BIAS = 300  # entries, as OpenAI allows
+MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PRIORITY = 1 << 31  # the scheduler keeps priorities, and their negatives, in 64 bits
 
 
@@ -29,15 +31,57 @@ def _check(ok: bool, field: str, value: object, allowed: str) -> None:
         raise ValueError(f"{field}: {value!r} is not allowed; it must be {allowed}")
 
 
+class GrammarKind(str, enum.Enum):
+    JSON_OBJECT = "json_object"  # any JSON object; the text stays empty
+    JSON_SCHEMA = "json_schema"  # a JSON Schema
+    REGEX = "regex"  # matches the whole output; Rust's syntax, without look-around and back-references
+    LARK = "grammar"  # llguidance's dialect of Lark, whose rules begin at `start`
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the output has to be. Whether the text compiles is found out when the request is added."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = ", ".join(kind.value for kind in GrammarKind)
+        _check(isinstance(self.kind, GrammarKind), "grammar.kind", self.kind, f"one of {kinds}")
+        _check(isinstance(self.text, str), "grammar.text", self.text, "text")
+        size = len(self.text.encode(errors="surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"grammar.text: {size} bytes are too many; it must be at most {MAX_GRAMMAR_BYTES} bytes")
+        ok = bool(self.text) == (self.kind is not GrammarKind.JSON_OBJECT)
+        _check(ok, "grammar.text", self.text[:80], f"empty for {GrammarKind.JSON_OBJECT.value}, and not for the others")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen. Wrong values raise ValueError naming the field.
 
-    temperature 0 is greedy. Filters apply to the tempered distribution in this order: min_p and top_k each against the
-    whole vocabulary, then top_p over what they leave; tokens that tie at a threshold stay together.
+    In vLLM's order (v1/sample/sampler.py): the grammar's mask; min_tokens; logit_bias; repetition, frequency and
+    presence penalty; then temperature 0 takes the likeliest token, or the filters apply to the tempered distribution:
+    min_p and top_k each against the whole vocabulary, then top_p over what they leave; tokens that tie at a threshold
+    stay together. Reported log-probabilities are those of the model, before all of this.
+
+    Whose meaning: temperature, top_p, presence_penalty, frequency_penalty, logit_bias are OpenAI's; repetition_penalty
+    is that of "CTRL" (Keskar et al. 2019) as transformers and vLLM have it; top_k, min_p, min_tokens, stop_token_ids,
+    ignore_eos, prompt_logprobs are vLLM's.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
+    """Until so many are generated, end-of-text ids (even with ignore_eos) and stop_token_ids are not chosen, unless
+    nothing else can follow in the grammar."""
     temperature: float = 1.0
+    presence_penalty: float = 0.0
+    """Taken from the logit of each id in the output so far."""
+    frequency_penalty: float = 0.0
+    """Taken from an id's logit once for each time that it is in the output so far."""
+    repetition_penalty: float = 1.0
+    """Logits of ids in the prompt or the output so far: divided by it if positive, else multiplied with it."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit. (msgspec gives each instance a dict of its own.)"""
+    grammar: Grammar | None = None
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -50,7 +94,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         ok = _whole(self.max_tokens) and self.max_tokens >= 1
         _check(ok, "max_tokens", self.max_tokens, "a whole number, at least 1")
-        for field in ("temperature", "top_p", "min_p"):
+        ok = _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        _check(ok, "min_tokens", self.min_tokens, f"a whole number from 0 to max_tokens, which is {self.max_tokens}")
+        for field in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             number = getattr(self, field)
             ok = isinstance(number, int | float) and math.isfinite(number)
             _check(ok, field, number, "a finite number")
@@ -59,6 +105,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check(ok, "top_k", self.top_k, "0 (off) or a positive whole number")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        for field in ("presence_penalty", "frequency_penalty"):
+            _check(-2 <= getattr(self, field) <= 2, field, getattr(self, field), "a number from -2 to 2")
+        ok = 0.01 <= self.repetition_penalty <= 100
+        _check(ok, "repetition_penalty", self.repetition_penalty, "a number from 0.01 to 100; 1 is off")
+        self._check_logit_bias()
         seed_ok = self.seed is None or (_whole(self.seed) and 0 <= self.seed < 1 << 63)
         _check(seed_ok, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         stops = self.stop_token_ids
@@ -68,6 +119,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             ok = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
             _check(ok, field, value, f"a whole number from 0 to {MAX_LOGPROBS}")
+        ok = self.grammar is None or isinstance(self.grammar, Grammar)
+        _check(ok, "grammar", self.grammar, "a Grammar or None")
+        ok = self.grammar is None or not self.ignore_eos
+        _check(ok, "ignore_eos", self.ignore_eos, "False beside a grammar, which says where the text ends")
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        _check(isinstance(bias, dict), "logit_bias", bias, "a dict of token ids and biases")
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias: {len(bias)} entries are too many; it must be at most {MAX_LOGIT_BIAS}")
+        for token, value in bias.items():
+            _check(_whole(token) and token >= 0, "logit_bias", token, "token ids, none negative")
+            ok = isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+            _check(ok, "logit_bias", {token: value}, "biases from -100 to 100")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +162,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         _check(len(self.prompt) >= 1, "prompt", "[]", "at least one token")
         bad = next((i for i in self.prompt if not (isinstance(i, int) and 0 <= i < vocab_size)), None)
         _check(bad is None, "prompt", bad, f"token ids from 0 to {vocab_size - 1}")
+        bad = next((i for i in self.sampling.logit_bias if i >= vocab_size), None)
+        _check(bad is None, "logit_bias", bad, f"token ids from 0 to {vocab_size - 1}")
         room = f"at most {max_context - 1} tokens, so that one more fits the context of {max_context}"
         if len(self.prompt) >= max_context:
             raise ValueError(f"prompt: {len(self.prompt)} tokens are too many; it must be {room}")
