@@ -34,7 +34,8 @@ class Turn:
 
 
 class Orchestrator:
-    """Drives one scheduler and the ranks. `execute` gives a plan to all ranks and returns its result.
+    """Drives one scheduler and the ranks. `execute` gives a plan to all ranks and returns what, called, waits for its
+    result; `clock` counts seconds.
 
     capacity_tokens: distinct tokens that each allowed layout holds. With a policy the layout follows the load until an
     operator pins one.
@@ -43,12 +44,13 @@ class Orchestrator:
     def __init__(
         self,
         scheduler: Scheduler,
-        execute: Callable[[Plan], StepResult],
+        execute: Callable[[Plan], Callable[[], StepResult]],
         plans_in_flight: int,
         *,
         capacity_tokens: dict[Layout, int] | None = None,
         policy: Policy | None = None,
         watch: Watch | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self._execute = execute
@@ -56,9 +58,10 @@ class Orchestrator:
         self._capacity_tokens = capacity_tokens or {}
         self._policy = policy
         self._watch = watch
+        self._clock = clock
         self._auto = policy is not None
         self._turns = 0
-        self._in_flight: deque[tuple[Plan, StepResult]] = deque()
+        self._in_flight: deque[tuple[Plan, Callable[[], StepResult]]] = deque()
 
     @classmethod
     def of(
@@ -90,7 +93,7 @@ class Orchestrator:
 
     def add(self, request: Request) -> None:
         """ValueError says why the request cannot be served."""
-        self.scheduler.add(request, now=time.monotonic())
+        self.scheduler.add(request, now=self._clock())
 
     def cancel(self, request_id: str) -> list[TokenDelta]:
         delta = self.scheduler.cancel(request_id)
@@ -120,7 +123,7 @@ class Orchestrator:
         return turn
 
     def _turn(self) -> Turn:
-        now = time.monotonic()
+        now = self._clock()
         deltas = self.scheduler.expire(now)
         self._follow_load(now)
         plan = self.scheduler.schedule(now)
@@ -128,7 +131,8 @@ class Orchestrator:
             self._in_flight.append((plan, self._execute(plan)))
         if not self._in_flight or (plan is not None and len(self._in_flight) < self._plans_in_flight):
             return Turn(deltas)
-        done, result = self._in_flight.popleft()
+        done, wait = self._in_flight.popleft()
+        result = wait()
         deltas += self.scheduler.complete(result)
         if self._policy is not None:
             self._policy.observe(done.layout, done.num_rows, done.num_tokens, result.seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from splash_trt import plan as plans
 from splash_trt.config import EngineConfig
 from splash_trt.dist.control import Kind
@@ -19,10 +21,11 @@ class Worker:
         self.world = world
         self.runner = runner
 
-    def send(self, plan: Plan) -> StepResult:
-        """Rank 0: give a plan to all ranks and execute this rank's part."""
+    def send(self, plan: Plan) -> Callable[[], StepResult]:
+        """Rank 0: give a plan to all ranks and execute this rank's part. What it returns gives the result."""
         self.world.control.send(Kind.PLAN, plans.encode(plan))
-        return self._execute(plan)
+        result = self._execute(plan)
+        return lambda: result
 
     def follow(self) -> object:
         """Other ranks: execute plans until rank 0 says something else. Returns the value it sent, None at the end."""

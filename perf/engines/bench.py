@@ -133,7 +133,7 @@ class Bench:
         prompt = self._random.integers(0, self.model.vocab_size, tokens).tolist()
         return Request(id=f"{self._count:08d}", prompt=tuple(prompt), sampling=wish)
 
-    def _orchestrator(self, layout: Layout, execute: Callable[[Plan], StepResult]) -> Orchestrator:
+    def _orchestrator(self, layout: Layout, execute: Callable[[Plan], Callable[[], StepResult]]) -> Orchestrator:
         config = dataclasses.replace(self.config, layout=layout)
         room = Capacity(
             pages_per_rank=self._pages, page_tokens=config.page_tokens, placement=SPECS[layout].placement
@@ -159,7 +159,7 @@ class _SkippedPrefill:
     """
 
     def __init__(
-        self, execute: Callable[[Plan], StepResult], batch: int, vocab_size: int, random: np.random.Generator
+        self, execute: Callable[[Plan], Callable[[], StepResult]], batch: int, vocab_size: int, random: np.random.Generator
     ) -> None:
         self._execute = execute
         self._batch = batch
@@ -168,12 +168,13 @@ class _SkippedPrefill:
         self._skipped: list[Plan] = []
         self.filled = False
 
-    def __call__(self, plan: Plan) -> StepResult:
+    def __call__(self, plan: Plan) -> Callable[[], StepResult]:
         if self.filled:
             return self._execute(plan)
         self._skipped.append(plan)
         if plan.num_rows != self._batch or plan.num_tokens != self._batch or not (plan.start > 0).all():
-            return self._made_up(plan)
+            made_up = self._made_up(plan)
+            return lambda: made_up
         self.filled = True
         return self._execute(
             dataclasses.replace(
