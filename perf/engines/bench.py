@@ -159,7 +159,11 @@ class _SkippedPrefill:
     """
 
     def __init__(
-        self, execute: Callable[[Plan], Callable[[], StepResult]], batch: int, vocab_size: int, random: np.random.Generator
+        self,
+        execute: Callable[[Plan], Callable[[], StepResult]],
+        batch: int,
+        vocab_size: int,
+        random: np.random.Generator,
     ) -> None:
         self._execute = execute
         self._batch = batch
