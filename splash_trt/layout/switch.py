@@ -38,6 +38,16 @@ LEGAL: dict[State, frozenset[State]] = {
 ABORTABLE = frozenset({State.PREPARING, State.MIGRATING, State.ARMED})
 
 
+class Abort(str, Enum):
+    """Kinds of reasons to abort a switch, few enough to count by."""
+
+    NO_ROOM = "no_room"
+    DEADLINE = "deadline"
+    COPY_FAILED = "copy_failed"
+    REPLACED = "replaced"  # by a switch to somewhere else
+    ASKED = "asked"  # whoever drives the scheduler wants to stay
+
+
 class IllegalMove(RuntimeError):
     """A move between states that LEGAL does not list: a bug."""
 
@@ -64,6 +74,8 @@ class Record:
     ended: bool = False
     """Nothing of it is under way any more."""
     outcome: str = "under way"
+    abort: str | None = None
+    """The kind of reason (Abort) if it was aborted; `outcome` has it in full."""
     bytes_between_ranks: dict[str, int] = field(default_factory=lambda: {"weights": 0, "pages": 0, "new_rows": 0})
     bytes_inside_ranks: int = 0
     rows_to_move: int = 0

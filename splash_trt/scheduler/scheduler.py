@@ -17,7 +17,7 @@ from splash_trt.cache.directory import Directory
 from splash_trt.cache.placement import num_pages
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS
-from splash_trt.layout.switch import Goal
+from splash_trt.layout.switch import Abort, Goal
 from splash_trt.migration.diff import Sizes
 from splash_trt.plan import SAMPLE, Plan, StepResult
 from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
@@ -238,7 +238,8 @@ class Scheduler:
             rank = int(np.flatnonzero(lacking > promised)[0])
             before = self.directory.leaving_pages()
             if self.switcher.yields_room(rank):
-                self.switcher.abort(f"no room: rank {rank} has no page for a running request", **self._clock)
+                why = f"no room: rank {rank} has no page for a running request"
+                self.switcher.abort(Abort.NO_ROOM, why, **self._clock)
                 lacking = self._ledger.shortfall(slot)
             else:
                 victim = self._most_junior_at(rank)

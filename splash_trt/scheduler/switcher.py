@@ -15,7 +15,7 @@ import numpy as np
 from splash_trt.cache.placement import Placement, num_pages
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
-from splash_trt.layout.switch import ABORTABLE, Goal, Record, State, SwitchMachine
+from splash_trt.layout.switch import ABORTABLE, Abort, Goal, Record, State, SwitchMachine
 from splash_trt.migration.budget import Budget
 from splash_trt.migration.diff import Sizes, weight_moves
 from splash_trt.migration.targets import Holding, choose_targets, follow
@@ -111,7 +111,7 @@ class Switcher:
         if self._goal is not None and (self._goal.layout, self._goal.owners) == (goal.layout, goal.owners):
             return  # on the way to somewhere else by way of it: stay there
         if self.state in ABORTABLE:
-            self.abort(f"replaced: {goal.why}", sent=sent, now=now)
+            self.abort(Abort.REPLACED, f"replaced: {goal.why}", sent=sent, now=now)
         if goal.layout is not self.layout or goal.owners:
             self._route.append(goal)
 
@@ -142,12 +142,12 @@ class Switcher:
         else:
             self._movement.disarm(slot)
 
-    def abort(self, reason: str, *, sent: int, now: float) -> None:
+    def abort(self, kind: Abort, reason: str, *, sent: int, now: float) -> None:
         """The old layout goes on, and nothing else is tried. Only before the commit."""
         assert self._record is not None
         self._route.clear()
         self._machine.to(State.ABORTING, sent, now, self._record)
-        self._record.outcome = f"aborted: {reason}"
+        self._record.outcome, self._record.abort = f"aborted: {reason}", kind.value
         self._ledger.drop_targets(step=sent)
         limits = self._sizes.pages[SPECS[self.layout].residency]
         self._ledger.directory.set_limits(limits, step=sent if self._record.bytes_between_ranks["weights"] else 0)
@@ -159,7 +159,7 @@ class Switcher:
         waiting = bool(self._route)
         self._route.clear()
         if self.state in ABORTABLE:
-            self.abort(reason, sent=sent, now=now)
+            self.abort(Abort.ASKED, reason, sent=sent, now=now)
             return True
         return waiting
 
@@ -175,7 +175,8 @@ class Switcher:
             self._budget.observe(ratio)
         failed = [(rank, status.error) for rank, status in enumerate(result.statuses) if status.error]
         if failed and self.state in ABORTABLE and plan.attempt == self._attempt:
-            self.abort(f"rank {failed[0][0]} could not copy: {failed[0][1]}", sent=sent, now=now)
+            why = f"rank {failed[0][0]} could not copy: {failed[0][1]}"
+            self.abort(Abort.COPY_FAILED, why, sent=sent, now=now)
         return bool(failed) and self.state is State.RETIRING and plan.attempt == self._attempt
 
     # Before each plan
@@ -186,7 +187,7 @@ class Switcher:
         self._last_work = min(self._last_work, sent)  # a plan that came to nothing in the end was not made
         self.budget_bytes = self._budget.in_time(self._movement.bytes_left, self._deadline - now, self._meter.step_s)
         if self.state in ABORTABLE and now > self._deadline:
-            self.abort(f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
+            self.abort(Abort.DEADLINE, f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
         if self.state in (State.RETIRING, State.ABORTING) and completed >= self._drain:
             self._settle(sent, now)
         if self.state is State.STEADY and self._route:
@@ -239,7 +240,8 @@ class Switcher:
             if (lacking > 0).any():
                 if now >= self._hold_until:
                     rank = int(lacking.argmax())
-                    self.abort(f"no room: rank {rank} lacks {lacking[rank]} pages", sent=sent, now=now)
+                    why = f"no room: rank {rank} lacks {lacking[rank]} pages"
+                    self.abort(Abort.NO_ROOM, why, sent=sent, now=now)
                 return
             if (need - live > directory.free_pages()).any():
                 return  # pages that are leaving are in the way
@@ -256,7 +258,8 @@ class Switcher:
         self._record.bytes_inside_ranks += moved * self._sizes.page_bytes
         if above.any() and not moved and now >= self._hold_until:
             rank = int(np.argmax(above))
-            self.abort(f"no room: rank {rank} has nowhere to put {above[rank]} pages", sent=sent, now=now)
+            why = f"no room: rank {rank} has nowhere to put {above[rank]} pages"
+            self.abort(Abort.NO_ROOM, why, sent=sent, now=now)
             return
         if not directory.top_held().any():
             residency = SPECS[self.layout].residency
