@@ -12,6 +12,7 @@ from splash_trt.config import EngineConfig
 from splash_trt.dist.control import Control
 from splash_trt.link import (
     Cancel,
+    Decided,
     Frames,
     LayoutCapacity,
     LayoutReply,
@@ -170,6 +171,9 @@ class EngineServer:
             seconds=turn.seconds,
             status=status or self._status(),
             deltas=deltas,
+            layout="" if turn.layout is None else turn.layout.name.lower(),
+            preemptions=turn.preemptions,
+            decision=_decided(turn),
         )
 
     def _status(self) -> Status:
@@ -203,6 +207,13 @@ class EngineServer:
                 report = SwitchReport(self._ready.incarnation, record.number, msgspec.to_builtins(record))
                 for client in self._clients:
                     self._link.send(client, report)
+
+
+def _decided(turn: Turn) -> Decided | None:
+    if turn.decision is None:
+        return None
+    source, decision = turn.decision
+    return Decided(source.name.lower(), decision.layout.name.lower(), decision.kind)
 
 
 def new_incarnation() -> str:

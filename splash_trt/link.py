@@ -88,6 +88,15 @@ class Status(msgspec.Struct, frozen=True):
     """Cache tokens that each rank holds at most."""
 
 
+class Decided(msgspec.Struct, frozen=True):
+    """The policy asked for another layout."""
+
+    source: str
+    target: str
+    kind: str
+    """The reason as one word of a few."""
+
+
 class Frames(msgspec.Struct, frozen=True, tag=True):
     """All that one step has to tell: at most one message a step."""
 
@@ -99,6 +108,11 @@ class Frames(msgspec.Struct, frozen=True, tag=True):
     """What the step took."""
     status: Status
     deltas: tuple[TokenDelta, ...] = ()
+    layout: str = ""
+    """That the step ran in, which may no longer be the status's."""
+    preemptions: int = 0
+    """Requests that gave their cache up since the last of these messages, to be computed again."""
+    decision: Decided | None = None
 
 
 class SwitchReport(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from splash_trt.memory.map import capacity, model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, TokenDelta
-from splash_trt.scheduler.policy import Policy
+from splash_trt.scheduler.policy import Decision, Policy
 from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.worker import Worker
 
@@ -25,12 +25,18 @@ DECIDE_EVERY = 4  # turns between two looks at the load
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn of the loop brought. step, num_tokens, seconds: of the step that completed in it, 0 if none did."""
+    """What one turn of the loop brought. step, num_tokens, seconds, layout: of the step that completed in it, 0 and
+    None if none did."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     step: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
+    layout: Layout | None = None
+    preemptions: int = 0
+    """Requests that gave their cache up in it."""
+    decision: tuple[Layout, Decision] | None = None
+    """The policy asked for another layout, and from which."""
 
 
 class Orchestrator:
@@ -124,28 +130,33 @@ class Orchestrator:
 
     def _turn(self) -> Turn:
         now = self._clock()
+        preempted = self.scheduler.preemptions
         deltas = self.scheduler.expire(now)
-        self._follow_load(now)
+        decision = self._follow_load(now)
         plan = self.scheduler.schedule(now)
         if plan is not None:
             self._in_flight.append((plan, self._execute(plan)))
         if not self._in_flight or (plan is not None and len(self._in_flight) < self._plans_in_flight):
-            return Turn(deltas)
+            return Turn(deltas, preemptions=self.scheduler.preemptions - preempted, decision=decision)
         done, wait = self._in_flight.popleft()
         result = wait()
         deltas += self.scheduler.complete(result)
         if self._policy is not None:
             self._policy.observe(done.layout, done.num_rows, done.num_tokens, result.seconds)
-        return Turn(deltas, done.step, done.num_tokens, result.seconds)
+        preemptions = self.scheduler.preemptions - preempted
+        return Turn(deltas, done.step, done.num_tokens, result.seconds, done.layout, preemptions, decision)
 
-    def _follow_load(self, now: float) -> None:
-        """Ask the policy, unless a layout is pinned or a switch is under way."""
+    def _follow_load(self, now: float) -> tuple[Layout, Decision] | None:
+        """Ask the policy, unless a layout is pinned or a switch is under way; (the present layout, its decision)."""
         self._turns += 1
         if self._policy is None or not self._auto or self.scheduler.switcher.busy or self._turns % DECIDE_EVERY:
-            return
+            return None
         decision = self._policy.decide(self.scheduler.load(now, self._capacity_tokens))
-        if decision is not None:
-            self.scheduler.switch(decision.layout, decision.why)
+        if decision is None:
+            return None
+        source = self.scheduler.layout
+        self.scheduler.switch(decision.layout, decision.why)
+        return source, decision
 
     @property
     def idle(self) -> bool:

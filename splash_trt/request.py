@@ -186,6 +186,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+    queued_s: float | None = None
+    """With the first token: seconds that the request waited until it was first given cache."""
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -38,6 +38,8 @@ class Load:
 class Decision:
     layout: Layout
     why: str
+    kind: str = "load"
+    """The reason as one word of a few, to count by."""
 
 
 class Policy(Protocol):

@@ -74,6 +74,8 @@ class Scheduler:
         self._step = 0  # of the last plan made
         self._completed = 0
         self._now = 0.0
+        self.preemptions = 0
+        """How often a request gave its cache up, to be computed again later."""
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +118,7 @@ class Scheduler:
         wish = min(len(request.prompt) + request.sampling.max_tokens, self._max_context)
         limit = min(wish, self._request_tokens)
         expires = None if request.deadline_s is None else now + request.deadline_s
-        sequence = Sequence(request, self._arrivals, limit, capped=limit < wish, expires=expires)
+        sequence = Sequence(request, self._arrivals, limit, capped=limit < wish, expires=expires, arrived=now)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._queue.push(sequence)
@@ -259,6 +261,7 @@ class Scheduler:
         raise AssertionError(f"rank {rank} is full, yet no request has a page there")
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
         self._free_cache(sequence)
         self._queue.push(sequence)
 
@@ -292,6 +295,8 @@ class Scheduler:
             if found is None:
                 return
             self._queue.remove(sequence)
+            if sequence.queued_s is None:
+                sequence.queued_s = self._now - sequence.arrived
             self._ledger.open(sequence, *found, count)
             switcher.opened(sequence.slot)
             room = self._config.max_batch_tokens - rows.num_tokens
@@ -325,7 +330,9 @@ class Scheduler:
             self._end(sequence, finish)
             if finish is FinishReason.LENGTH and sequence.capped:
                 error = f"the cache holds at most {self._request_tokens} tokens of one request"
-        return TokenDelta(sequence.id, tokens, logprobs, tuple(scores), finish, error)
+        first = len(sequence.tokens) == len(sequence.request.prompt) + 1
+        queued_s = sequence.queued_s if tokens and first else None
+        return TokenDelta(sequence.id, tokens, logprobs, tuple(scores), finish, error, queued_s)
 
     def _finish(self, sequence: Sequence) -> FinishReason | None:
         p, last = sequence.request.sampling, sequence.tokens[-1]

@@ -24,6 +24,10 @@ class Sequence:
     """`limit` is what the cache can hold, less than the request allows."""
     expires: float | None = None
     """On the orchestrator's clock, seconds."""
+    arrived: float = 0.0
+    """On the same clock."""
+    queued_s: float | None = None
+    """From its arrival to its first admission."""
     tokens: list[int] = field(default_factory=list)
     slot: int = -1
     """-1 while it holds no cache."""

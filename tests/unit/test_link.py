@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from splash_trt import link
 from splash_trt.link import (
     Cancel,
+    Decided,
     Frames,
     LayoutCapacity,
     LayoutReply,
@@ -69,6 +70,7 @@ DELTAS = st.builds(
     LOGPROBS,
     st.none() | st.sampled_from(list(FinishReason)),
     st.none() | st.text(),
+    st.none() | st.floats(allow_nan=False),
 )
 COUNT = st.integers(0, 2**40)
 COUNTS = st.lists(COUNT, max_size=3).map(tuple)
@@ -81,7 +83,18 @@ RECORDS = st.dictionaries(st.text(), st.none() | st.text() | COUNT | SHARE, max_
 NAMES = st.lists(st.text(), max_size=2).map(tuple)
 FROM_ENGINE = st.one_of(
     st.builds(Ready, st.text(), COUNT, COUNT, st.lists(IDS, max_size=3).map(tuple), COUNT, NAMES, CAPACITIES),
-    st.builds(Frames, st.text(), COUNT, COUNT, SHARE, STATUS, st.lists(DELTAS, max_size=3).map(tuple)),
+    st.builds(
+        Frames,
+        st.text(),
+        COUNT,
+        COUNT,
+        SHARE,
+        STATUS,
+        st.lists(DELTAS, max_size=3).map(tuple),
+        st.text(),
+        COUNT,
+        st.none() | st.builds(Decided, st.text(), st.text(), st.text()),
+    ),
     st.builds(SwitchReport, st.text(), COUNT, RECORDS),
     st.builds(LayoutReply, st.text(), COUNT, st.none() | st.text()),
 )
