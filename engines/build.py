@@ -34,6 +34,7 @@ from splash_engines.manifest import (
 )
 from splash_engines.whole_folder import whole_folder, writing
 from splash_trt.models.families import load_config
+from splash_trt.models.runnable import refuse_unrunnable_model
 from splash_trt.version import __version__
 from splash_trt.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, Checkpoint
 from splash_trt.weights.hf_forms import form_of
@@ -104,6 +105,7 @@ class _Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self.model = load_config(folder)
+        refuse_unrunnable_model(self.model)
         self.config_checksum = checksum((folder / "config.json").read_bytes())
         self.source = Checkpoint(folder, self.model)  # refuses files that are damaged or not this model's
         names = [SINGLE_FILE]

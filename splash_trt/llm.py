@@ -22,6 +22,7 @@ from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
+from splash_trt.models.runnable import refuse_unrunnable
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.request import Completion, Request, SamplingParams, TokenDelta
 from splash_trt.scheduler.policy import MeasuredPolicy
@@ -58,6 +59,7 @@ class LLM:
         if auto:
             config.setdefault("layouts", tuple(Layout))
         self.config = EngineConfig(num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout), **config)
+        refuse_unrunnable(self.model, self.config)
         self.capacity = capacity(self.model, self.config, self.config.layout)
         model_sizes(self.model, self.config)  # refuses what another allowed layout has no room for, while no rank runs
         self._source: WeightSource = (

@@ -36,6 +36,7 @@ from splash_trt.link_server import LinkServer
 from splash_trt.memory.map import default_memory_bytes, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
+from splash_trt.models.runnable import refuse_unrunnable
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.scheduler.policy import MeasuredPolicy
 from splash_trt.weights.dummy import DummyWeights
@@ -110,6 +111,7 @@ def engine_config(options: ServeOptions, model: ModelConfig) -> EngineConfig:
         max_context=options.max_context,
         step_deadline_s=options.step_deadline_s,
     )
+    refuse_unrunnable(model, EngineConfig(**fields))
     memory = options.memory_bytes
     if memory is None:
         memory = default_memory_bytes(model, EngineConfig(**fields))

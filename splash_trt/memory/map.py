@@ -17,6 +17,7 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
 from splash_trt.migration.diff import Sizes
 from splash_trt.models.config import ModelConfig
+from splash_trt.weights.formats import head_itemsize, row_bytes
 from splash_trt.weights.shards import align, heads_of, others_block, own_block
 from splash_trt.weights.spec import Cut, tensor_specs
 
@@ -59,16 +60,16 @@ def context_workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """All layers of page_tokens tokens."""
-    return model.num_layers * config.page_tokens * model.row_width * config.itemsize
+    return model.num_layers * config.page_tokens * row_bytes(model, config)
 
 
 def memory_map(model: ModelConfig, config: EngineConfig, rank: int) -> MemoryMap:
-    size, ranks = config.itemsize, config.num_ranks
+    ranks, dtype, formats = config.num_ranks, config.dtype, config.formats
     return MemoryMap(
         memory_bytes=config.memory_bytes,
         workspace_bytes=context_workspace_bytes(model, config),
-        own_bytes=own_block(model, rank, ranks, size).num_bytes,
-        others_bytes=others_block(model, rank, ranks, size).num_bytes,
+        own_bytes=own_block(model, rank, ranks, dtype, formats).num_bytes,
+        others_bytes=others_block(model, rank, ranks, dtype, formats).num_bytes,
         page_bytes=page_bytes(model, config),
     )
 
@@ -81,8 +82,8 @@ def model_sizes(model: ModelConfig, config: EngineConfig) -> Sizes:
     head_cut = [spec for spec in tensor_specs(model) if spec.cut is Cut.HEADS]
     return Sizes(
         page_tokens=config.page_tokens,
-        row_bytes=model.num_layers * model.row_width * config.itemsize,
-        itemsize=config.itemsize,
+        row_bytes=model.num_layers * row_bytes(model, config),
+        itemsize=head_itemsize(config),
         heads=heads_of(model, config.num_ranks),
         head_numbers=tuple(math.prod(spec.shape[1:]) for spec in head_cut),
         pages=pages,

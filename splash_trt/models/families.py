@@ -7,14 +7,14 @@ ignores, though the model type's other readers (vLLM, SGLang) follow it and Mode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from splash_trt.models.config import Experts, GroupScore, LayerKind, ModelConfig, Rope, Scoring, Yarn
+from splash_trt.models.family import FAMILIES, Family
 from splash_trt.models.fields import Fields
+from splash_trt.models.indexer import INDEXER_KEYS, SHARING_KEYS, parse_indexer
 from splash_trt.weights.json_file import read_json_object
 
 MAX_CONFIG_BYTES = 10_000_000
@@ -22,80 +22,6 @@ MAX_LAYERS = 10_000
 LATENT_NORM_EPS = 1e-6  # of transformers' q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """What the configurations of one model type may say, and what holds where they say nothing.
-
-    The defaults are those of transformers' configuration class of the type.
-    """
-
-    scorings: tuple[str, ...]
-    """Allowed values of scoring_func; the first is the default."""
-    topk_methods: tuple[str, ...]
-    """Allowed values of topk_method; the first is the default."""
-    groups: tuple[int, int] | None
-    """Defaults of n_group and topk_group; None: a method with groups must say them."""
-    normalize: bool | None
-    """Default of norm_topk_prob; None: the weights are never normalised, whatever norm_topk_prob says."""
-    scale: float
-    shared_experts: int
-    first_dense: int
-    mlp_layer_types: bool
-    """Layers may be listed by mlp_layer_types, which then wins over first_k_dense_replace."""
-    rope_choice: bool
-    """rope_interleave may be false."""
-    norm_eps: float
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        # The official code raises for other scores and methods than these. It normalises where norm_topk_prob is true;
-        # transformers never does, and is followed: all published configurations of the type say false.
-        "deepseek_v2": Family(
-            scorings=("softmax",),
-            topk_methods=("greedy", "group_limited_greedy"),
-            groups=None,
-            normalize=None,
-            scale=1.0,
-            shared_experts=2,
-            first_dense=0,
-            mlp_layer_types=False,
-            rope_choice=False,
-            norm_eps=1e-6,
-        ),
-        # transformers always scores by sigmoid and selects by noaux_tc here; a configuration that says otherwise is
-        # followed, as vLLM and SGLang do.
-        "deepseek_v3": Family(
-            scorings=("sigmoid", "softmax"),
-            topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),
-            groups=(8, 4),
-            normalize=True,
-            scale=2.5,
-            shared_experts=1,
-            first_dense=3,
-            mlp_layer_types=False,
-            rope_choice=True,
-            norm_eps=1e-6,
-        ),
-        # transformers ignores first_k_dense_replace here; without mlp_layer_types it is followed, as vLLM does.
-        "glm4_moe_lite": Family(
-            scorings=("sigmoid", "softmax"),
-            topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),
-            groups=(1, 1),
-            normalize=True,
-            scale=1.8,
-            shared_experts=1,
-            first_dense=1,
-            mlp_layer_types=True,
-            rope_choice=True,
-            norm_eps=1e-5,
-        ),
-    }
-)
-
-# MLA, but with a sparse indexer beside the latent cache.
-NOT_YET = ("deepseek_v32", "glm_moe_dsa")
 
 READ_KEYS = frozenset(
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads q_lora_rank "
@@ -162,13 +88,16 @@ def parse_config(data: dict[str, Any], *, where: str) -> ModelConfig:
     if fields.has("qk_head_dim") and fields.size("qk_head_dim") != nope + rope_dim:
         fields.wrong("qk_head_dim", f"{nope + rope_dim}, qk_nope_head_dim + qk_rope_head_dim")
     layers = _layers(fields, family)
+    indexer = None
+    if family.indexer is not None:
+        indexer = parse_indexer(fields, family.indexer, len(layers), rope_dim, interleaved=family.indexer_interleaved)
     rope, mscale = _rope(fields, family)
     return ModelConfig(
         model_type=data["model_type"],
         vocab_size=vocab_size,
         hidden_size=fields.size("hidden_size"),
         num_heads=num_heads,
-        q_lora_rank=_q_lora_rank(fields),
+        q_lora_rank=_q_lora_rank(fields, family),
         kv_lora_rank=fields.size("kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope_dim,
@@ -185,14 +114,13 @@ def parse_config(data: dict[str, Any], *, where: str) -> ModelConfig:
         max_positions=fields.size("max_position_embeddings"),
         eos_token_ids=_eos_token_ids(fields, vocab_size),
         dtype=_dtype(fields),
+        indexer=indexer,
     )
 
 
 def _family(fields: Fields) -> Family:
     model_type = fields.data.get("model_type")
     names = ", ".join(FAMILIES)
-    if model_type in NOT_YET:
-        fields.fail("model_type", f"is {model_type!r}, which is not supported yet; supported are {names}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         fields.wrong("model_type", f"one of {names}")
     return FAMILIES[model_type]
@@ -202,15 +130,21 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if fields.data.get("quantization_config"):
         fields.fail("quantization_config", "is set: quantised checkpoints are not supported yet")
     known = READ_KEYS | HARMLESS_KEYS
-    fields.refuse_unknown(known | {"mlp_layer_types"} if family.mlp_layer_types else known)
+    if family.mlp_layer_types:
+        known |= {"mlp_layer_types"}
+    if family.indexer is not None:
+        known |= INDEXER_KEYS
+    fields.refuse_unknown(known | SHARING_KEYS if family.indexer_sharing else known)
     fields.choice("hidden_act", ("silu",), "silu")
     if fields.flag("mlp_bias", False):
         fields.wrong("mlp_bias", "false: biases in the MLPs are not supported")
 
 
-def _q_lora_rank(fields: Fields) -> int | None:
+def _q_lora_rank(fields: Fields, family: Family) -> int | None:
     # Whether queries have a latent decides which tensors there are: too much to guess from a missing field.
     if "q_lora_rank" in fields.data and fields.data["q_lora_rank"] is None:
+        if family.indexer is not None:
+            fields.wrong("q_lora_rank", "a whole number: the indexer reads the query latent")
         return None
     return fields.size("q_lora_rank")
 

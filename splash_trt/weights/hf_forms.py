@@ -137,6 +137,10 @@ _IN_LAYER = MappingProxyType(
         "kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias",
         "kv_a_norm": "self_attn.kv_a_layernorm.weight",
         "o_bias": "self_attn.o_proj.bias",
+        "index_k": "self_attn.indexer.wk.weight",
+        "index_k_norm": "self_attn.indexer.k_norm.weight",
+        "index_k_norm_bias": "self_attn.indexer.k_norm.bias",
+        "index_weights": "self_attn.indexer.weights_proj.weight",
         "router": "mlp.gate.weight",
         "router_bias": "mlp.gate.e_score_correction_bias",
     }
@@ -151,6 +155,10 @@ def form_of(spec: TensorSpec, model: ModelConfig, present: Container[str]) -> Fo
     layer = f"model.layers.{index}."
     if name in _IN_LAYER:
         return Plain(name=layer + _IN_LAYER[name], shape=spec.shape)
+    if name == "index_q":
+        heads, rows, columns = spec.shape
+        file_name = layer + "self_attn.indexer.wq_b.weight"
+        return HeadRows(name=file_name, heads=heads, stride=rows, offset=0, rows=rows, columns=columns)
     if name in ("q_b", "w_uk", "w_uv", "o"):
         return _attention_form(name, model, layer + "self_attn.")
     if name.startswith("experts."):

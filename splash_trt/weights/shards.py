@@ -6,10 +6,11 @@ ranks' heads in rank order while residency is FULL, so a rank's part of a tensor
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from splash_trt.config import Formats
 from splash_trt.models.config import ModelConfig
+from splash_trt.weights.formats import ITEMSIZE, PLAIN, bytes_of, format_of
 from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
 
 ALIGNMENT = 256  # bytes; what vector loads and tensor copies want
@@ -29,6 +30,8 @@ class Shard:
     itemsize: int
     offset: int
     """Bytes from the block's begin."""
+    num_bytes: int
+    """Scales, if its format has them, included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,30 +52,31 @@ def cut_ranges(spec: TensorSpec, num_ranks: int) -> tuple[tuple[int, int], ...]:
     return partition(total, num_ranks, 128 if blocks else 1)
 
 
-def _block(entries: list[tuple[TensorSpec, tuple[tuple[int, int], ...]]], itemsize: int) -> Block:
+def _block(entries: list[tuple[TensorSpec, tuple[tuple[int, int], ...]]], dtype: str, formats: Formats) -> Block:
     shards, offset = [], 0
     for spec, parts in entries:
         length = sum(end - begin for begin, end in parts)
         shape = (*spec.shape[: spec.axis], length, *spec.shape[spec.axis + 1 :])
-        size = max(itemsize, 4) if spec.float32 else itemsize
-        shards.append(Shard(spec=spec, parts=parts, shape=shape, itemsize=size, offset=offset))
-        offset = align(offset + math.prod(shape) * size)
+        stored = format_of(spec, dtype, formats)
+        size, num_bytes = ITEMSIZE[stored], bytes_of(shape, stored)
+        shards.append(Shard(spec=spec, parts=parts, shape=shape, itemsize=size, offset=offset, num_bytes=num_bytes))
+        offset = align(offset + num_bytes)
     return Block(shards=tuple(shards), num_bytes=offset)
 
 
-def own_block(model: ModelConfig, rank: int, num_ranks: int, itemsize: int) -> Block:
-    """What rank `rank` of num_ranks always holds."""
-    return _block([(s, (cut_ranges(s, num_ranks)[rank],)) for s in tensor_specs(model)], itemsize)
+def own_block(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats = PLAIN) -> Block:
+    """What rank `rank` of num_ranks always holds; dtype and formats: as in EngineConfig."""
+    return _block([(s, (cut_ranges(s, num_ranks)[rank],)) for s in tensor_specs(model)], dtype, formats)
 
 
-def others_block(model: ModelConfig, rank: int, num_ranks: int, itemsize: int) -> Block:
+def others_block(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats = PLAIN) -> Block:
     """What FULL residency adds on rank `rank`: every other rank's heads."""
     entries = []
     for spec in tensor_specs(model):
         if spec.cut is Cut.HEADS:
             ranges = cut_ranges(spec, num_ranks)
             entries.append((spec, tuple(ranges[r] for r in range(num_ranks) if r != rank)))
-    return _block(entries, itemsize)
+    return _block(entries, dtype, formats)
 
 
 def heads_of(model: ModelConfig, num_ranks: int) -> tuple[int, ...]:

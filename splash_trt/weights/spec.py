@@ -1,6 +1,7 @@
 """The engine's own names, shapes and cuts of a model's tensors: the one list that loading, memory and engines share.
 
-D hidden, H heads, Q query latent, L kv latent, R rope part, E experts, I intermediate, V vocabulary, N ranks.
+D hidden, H heads, Q query latent, L kv latent, R rope part, E experts, I intermediate, V vocabulary, N ranks;
+Hi, di heads and head size of the indexer.
 Head-cut tensors are head-major (the output projection is stored transposed), so a rank's heads are one contiguous
 block of each: that is what lets a switch bring the other ranks' heads with one copy a tensor.
 """
@@ -31,6 +32,8 @@ class TensorSpec:
     axis: int = 0
     float32: bool = False
     """Kept in at least float32 whatever the engine's dtype (the router's selection bias)."""
+    product: bool = False
+    """A matrix that may be stored as config.Formats says instead of in the engine's dtype."""
 
 
 def partition(total: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, int], ...]:
@@ -50,31 +53,50 @@ def _attention(model: ModelConfig, prefix: str) -> list[TensorSpec]:
     specs = [TensorSpec(name=prefix + "attn_norm", shape=(hidden,))]
     if model.q_lora_rank:
         specs += [
-            TensorSpec(name=prefix + "q_a", shape=(model.q_lora_rank, hidden)),
+            TensorSpec(name=prefix + "q_a", shape=(model.q_lora_rank, hidden), product=True),
             TensorSpec(name=prefix + "q_a_norm", shape=(model.q_lora_rank,)),
         ]
         if model.attention_bias:
             specs.append(TensorSpec(name=prefix + "q_a_bias", shape=(model.q_lora_rank,)))
     specs += [
-        TensorSpec(name=prefix + "kv_a", shape=(model.row_width, hidden)),
+        TensorSpec(name=prefix + "kv_a", shape=(model.row_width, hidden), product=True),
         TensorSpec(name=prefix + "kv_a_norm", shape=(model.kv_lora_rank,)),
-        TensorSpec(name=prefix + "q_b", shape=(heads, model.qk_head_dim, q_in), cut=Cut.HEADS),
-        TensorSpec(name=prefix + "w_uk", shape=(heads, model.qk_nope_head_dim, model.kv_lora_rank), cut=Cut.HEADS),
-        TensorSpec(name=prefix + "w_uv", shape=(heads, model.v_head_dim, model.kv_lora_rank), cut=Cut.HEADS),
-        TensorSpec(name=prefix + "o", shape=(heads, model.v_head_dim, hidden), cut=Cut.HEADS),
     ]
+    for name, shape in (
+        ("q_b", (heads, model.qk_head_dim, q_in)),
+        ("w_uk", (heads, model.qk_nope_head_dim, model.kv_lora_rank)),
+        ("w_uv", (heads, model.v_head_dim, model.kv_lora_rank)),
+        ("o", (heads, model.v_head_dim, hidden)),
+    ):
+        specs.append(TensorSpec(name=prefix + name, shape=shape, cut=Cut.HEADS, product=True))
     if model.attention_bias:
         specs.append(TensorSpec(name=prefix + "kv_a_bias", shape=(model.row_width,)))
         specs.append(TensorSpec(name=prefix + "o_bias", shape=(hidden,)))
-    return specs
+    return specs + _indexer(model, prefix)
+
+
+def _indexer(model: ModelConfig, prefix: str) -> list[TensorSpec]:
+    """index_q [Hi, di, Q], index_k [di, D], the key's LayerNorm (weight and bias [di]), index_weights [Hi, D]."""
+    indexer, hidden = model.indexer, model.hidden_size
+    if indexer is None:
+        return []
+    assert model.q_lora_rank is not None, "the indexer reads the query latent"
+    heads, dim = indexer.num_heads, indexer.head_dim
+    return [
+        TensorSpec(name=prefix + "index_q", shape=(heads, dim, model.q_lora_rank), product=True),
+        TensorSpec(name=prefix + "index_k", shape=(dim, hidden), product=True),
+        TensorSpec(name=prefix + "index_k_norm", shape=(dim,)),
+        TensorSpec(name=prefix + "index_k_norm_bias", shape=(dim,)),
+        TensorSpec(name=prefix + "index_weights", shape=(heads, hidden)),
+    ]
 
 
 def _gated(prefix: str, hidden: int, intermediate: int) -> list[TensorSpec]:
     """A gated MLP: gate_up [2, I, D] (gate first), down [D, I]."""
     cut = Cut.INTERMEDIATE
     return [
-        TensorSpec(name=prefix + "gate_up", shape=(2, intermediate, hidden), cut=cut, axis=1),
-        TensorSpec(name=prefix + "down", shape=(hidden, intermediate), cut=cut, axis=1),
+        TensorSpec(name=prefix + "gate_up", shape=(2, intermediate, hidden), cut=cut, axis=1, product=True),
+        TensorSpec(name=prefix + "down", shape=(hidden, intermediate), cut=cut, axis=1, product=True),
     ]
 
 
@@ -85,10 +107,8 @@ def _moe(model: ModelConfig, prefix: str) -> list[TensorSpec]:
     specs = [TensorSpec(name=prefix + "router", shape=(experts, hidden))]
     if moe.selection_bias:
         specs.append(TensorSpec(name=prefix + "router_bias", shape=(experts,), float32=True))
-    specs += [
-        TensorSpec(name=prefix + "experts.gate_up", shape=(experts, 2 * inner, hidden), cut=Cut.EXPERTS),
-        TensorSpec(name=prefix + "experts.down", shape=(experts, hidden, inner), cut=Cut.EXPERTS),
-    ]
+    for name, shape in (("gate_up", (experts, 2 * inner, hidden)), ("down", (experts, hidden, inner))):
+        specs.append(TensorSpec(name=f"{prefix}experts.{name}", shape=shape, cut=Cut.EXPERTS, product=True))
     if moe.shared_intermediate_size:
         specs += _gated(prefix + "shared.", hidden, moe.shared_intermediate_size)
     return specs

@@ -20,9 +20,8 @@ class WeightStore:
 
     def __init__(self, arena: Arena, model: ModelConfig, rank: int, num_ranks: int, dtype: str) -> None:
         self._dtype = DTYPES[dtype]
-        itemsize = self._dtype.itemsize
-        self._own_block = own_block(model, rank, num_ranks, itemsize)
-        self._others_block = others_block(model, rank, num_ranks, itemsize)
+        self._own_block = own_block(model, rank, num_ranks, dtype)
+        self._others_block = others_block(model, rank, num_ranks, dtype)
         self.own = self._views(arena, self._own_block, arena.sizes.own_offset)
         fits = arena.sizes.num_pages(Residency.FULL) > 0  # else no layout of this deployment needs it
         self.others = self._views(arena, self._others_block, arena.sizes.others_offset) if fits else {}

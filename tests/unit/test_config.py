@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.deepseek_v32 import DeepseekV32Config
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
+from transformers.models.glm_moe_dsa import GlmMoeDsaConfig
 
-from splash_trt.models.config import Experts, GroupScore, LayerKind, Scoring
+from splash_trt.models.config import Experts, GroupScore, Indexer, LayerKind, Scoring
 from splash_trt.models.families import load_config
-from tests.oracles.published_configs import GLM, V2_LITE, V3, parse
+from tests.oracles.published_configs import GLM, GLM_5, V2_LITE, V3, V32, changed, parse
 from tests.oracles.tiny_models import CLASSES, VARIANTS, make_model
 
 MODELLING = {
@@ -78,6 +81,76 @@ def test_glm_4_7_flash() -> None:
     moe = model.experts
     assert moe is not None
     assert (moe.top_k, moe.num_groups, moe.scale, moe.scoring) == (4, 1, 1.8, Scoring.SIGMOID)
+
+
+def test_deepseek_v3_2() -> None:
+    """V3 with an indexer, and no other difference."""
+    model = parse(V32)
+    assert model.indexer == Indexer(num_heads=64, head_dim=128, top_k=2048)
+    assert model == dataclasses.replace(parse(V3), model_type="deepseek_v32", indexer=model.indexer)
+    assert model.row_width == 576
+
+
+def test_glm_5() -> None:
+    model = parse(GLM_5)
+    assert model.indexer == Indexer(num_heads=32, head_dim=128, top_k=2048)
+    assert (model.num_heads, model.qk_head_dim, model.v_head_dim, model.softmax_scale) == (64, 256, 256, 0.0625)
+    assert model.layers == (LayerKind.DENSE,) * 3 + (LayerKind.MOE,) * 75
+    assert (model.rope.theta, model.rope.yarn, model.norm_eps, model.latent_norm_eps) == (1e6, None, 1e-5, 1e-6)
+    assert (model.q_lora_rank, model.hidden_size, model.vocab_size) == (2048, 6144, 154880)
+    moe = model.experts
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.num_groups, moe.scale, moe.normalize) == (256, 8, 1, 2.5, True)
+
+
+DEFAULTED = (
+    "index_n_heads index_head_dim index_topk n_group topk_group norm_topk_prob routed_scaling_factor n_shared_experts "
+    "first_k_dense_replace rms_norm_eps attention_bias tie_word_embeddings scoring_func topk_method moe_layer_freq"
+).split()
+
+
+@pytest.mark.parametrize(("base", "config_class"), [(V32, DeepseekV32Config), (GLM_5, GlmMoeDsaConfig)])
+@pytest.mark.parametrize("index", [{}, {"index_n_heads": 8, "index_head_dim": 96, "index_topk": 77}])
+def test_what_is_not_said_is_what_transformers_takes(base: dict[str, Any], config_class: Any, index: Any) -> None:
+    said = {key: value for key, value in base.items() if key not in DEFAULTED} | index
+    model = parse(said)
+    theirs = config_class(**changed(said, {"rope_scaling": None}))
+    assert model.indexer is not None and model.experts is not None
+    ours = (model.indexer.num_heads, model.indexer.head_dim, model.indexer.top_k)
+    assert ours == (theirs.index_n_heads, theirs.index_head_dim, theirs.index_topk)
+    assert [{"dense": "dense", "moe": "sparse"}[kind.value] for kind in model.layers] == theirs.mlp_layer_types
+    moe = model.experts
+    assert (moe.num_groups, moe.top_groups, moe.normalize) == (theirs.n_group, theirs.topk_group, theirs.norm_topk_prob)
+    assert moe.scale == theirs.routed_scaling_factor
+    assert moe.shared_intermediate_size == theirs.moe_intermediate_size * theirs.n_shared_experts
+    assert model.norm_eps == theirs.rms_norm_eps
+    assert (model.attention_bias, model.tied_embeddings) == (theirs.attention_bias, theirs.tie_word_embeddings)
+
+
+@pytest.mark.parametrize(("base", "config_class"), [(V32, DeepseekV32Config), (GLM_5, GlmMoeDsaConfig)])
+def test_what_transformers_writes_is_read(base: dict[str, Any], config_class: Any, tmp_path: Path) -> None:
+    """With lists of layers' kinds where the published file has numbers."""
+    config_class(**changed(base, {"num_hidden_layers": 6})).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["layer_types"] == ["indexed_attention"] * 6
+    assert load_config(tmp_path) == parse(base, num_hidden_layers=6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"indexer_types": ["full"] * 78},
+        {"index_topk_pattern": "F" * 78, "index_topk_freq": 4},
+        {"index_topk_freq": 1, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 78},  # the first that would share lies behind the last
+        {"layer_types": ["deepseek_sparse_attention"] * 78},
+        {"indexer_rope_interleave": None},
+    ],
+)
+def test_indexers_in_every_layer(changes: dict[str, Any]) -> None:
+    assert parse(GLM_5, **changes) == parse(GLM_5)
+    theirs = GlmMoeDsaConfig(**changed(GLM_5, changes, drop=("head_dim", "qk_head_dim")))
+    assert theirs.indexer_types == ["full"] * 78
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splash_trt.models.families import MAX_CONFIG_BYTES, load_config
-from tests.oracles.published_configs import GLM, V2_LITE, V3, parse
+from tests.oracles.published_configs import GLM, GLM_5, V2_LITE, V3, V32, parse
 
 YARN = V3["rope_scaling"]
 
@@ -84,6 +84,28 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLM, {"mlp_layer_types": ["dense"] * 46}, "mlp_layer_types"),
     (GLM, {"mlp_layer_types": ["dense"] * 46 + ["moe"]}, "mlp_layer_types"),
     (GLM, {"mlp_layer_types": "dense"}, "mlp_layer_types"),
+    (GLM, {"index_topk": 2048}, "index_topk"),
+    (V32, {"index_n_heads": 0}, "index_n_heads"),
+    (V32, {"index_n_heads": None}, "index_n_heads"),
+    (V32, {"index_head_dim": "128"}, "index_head_dim"),
+    (V32, {"index_head_dim": 32}, "index_head_dim"),  # the rope part is 64 of it
+    (V32, {"index_topk": 2048.0}, "index_topk"),
+    (V32, {"q_lora_rank": None}, "q_lora_rank"),
+    (V32, {"rope_interleave": False}, "rope_interleave"),
+    (V32, {"indexer_rope_interleave": True}, "indexer_rope_interleave"),
+    (V32, {"layer_types": ["full_attention"] * 61}, "layer_types"),
+    (V32, {"layer_types": ["indexed_attention"] * 60}, "layer_types"),
+    (V32, {"layer_types": [["indexed_attention"]] * 61}, "layer_types"),
+    (V32, {"layer_types": "indexed_attention"}, "layer_types"),
+    (V32, {"indexer_types": ["full"] * 61}, "indexer_types"),  # a field of glm_moe_dsa alone
+    (GLM_5, {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+    (GLM_5, {"indexer_types": ["full"] * 77 + ["shared"]}, "indexer_types"),
+    (GLM_5, {"indexer_types": ["full"] * 77}, "indexer_types"),
+    (GLM_5, {"indexer_types": ["whole"] * 78}, "indexer_types"),
+    (GLM_5, {"indexer_types": 1}, "indexer_types"),
+    (GLM_5, {"index_topk_pattern": "F" * 77 + "S"}, "index_topk_pattern"),
+    (GLM_5, {"index_topk_freq": 4, "index_skip_topk_offset": 3}, "index_topk_freq"),
+    (GLM_5, {"index_topk_freq": "4"}, "index_topk_freq"),
 ]
 
 
@@ -113,12 +135,6 @@ def test_missing_field_is_named(field: str) -> None:
 def test_size_must_be_a_positive_whole_number(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"config.json: {field} is .*whole number"):
         parse(V3, **{field: value})
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_is_not_supported_yet(model_type: str) -> None:
-    with pytest.raises(ValueError, match=f"model_type is '{model_type}', which is not supported yet"):
-        parse(V3, model_type=model_type, index_topk=2048)
 
 
 @pytest.mark.parametrize(

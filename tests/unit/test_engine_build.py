@@ -80,7 +80,7 @@ def assert_same(found: WeightSource, expected: WeightSource) -> None:
     for num_ranks in (1, 2, 3, 4):
         for rank in range(num_ranks):
             for block in (own_block, others_block):
-                for shard in block(found.model, rank, num_ranks, 4).shards:
+                for shard in block(found.model, rank, num_ranks, "float32").shards:
                     for begin, end in shard.parts:
                         parts = [read(source, shard.spec, begin, end) for source in (found, expected)]
                         assert torch.equal(*parts), (shard.spec.name, num_ranks, rank)

@@ -80,7 +80,7 @@ def test_intermediate_sizes_keep_blocks_of_128_where_there_are_enough(
 
 @RANKS
 def test_the_ranks_own_parts_are_each_tensor_once(model: ModelConfig, num_ranks: int) -> None:
-    blocks = [own_block(model, rank, num_ranks, 4) for rank in range(num_ranks)]
+    blocks = [own_block(model, rank, num_ranks, "float32") for rank in range(num_ranks)]
     for index, spec in enumerate(tensor_specs(model)):
         parts = [block.shards[index].parts for block in blocks]
         assert all(block.shards[index].spec == spec for block in blocks)
@@ -96,8 +96,8 @@ def test_own_and_others_together_are_all_heads(model: ModelConfig, num_ranks: in
     head_cut = {spec.name for spec in tensor_specs(model) if spec.cut is Cut.HEADS}
     assert head_cut == {f"layers.{i}.{name}" for i in range(2) for name in ("q_b", "w_uk", "w_uv", "o")}
     for rank in range(num_ranks):
-        own = {s.spec.name: s.parts for s in own_block(model, rank, num_ranks, 4).shards}
-        others = others_block(model, rank, num_ranks, 4)
+        own = {s.spec.name: s.parts for s in own_block(model, rank, num_ranks, "float32").shards}
+        others = others_block(model, rank, num_ranks, "float32")
         assert {s.spec.name for s in others.shards} == head_cut
         for shard in others.shards:
             ranges = list(shard.parts)
@@ -117,20 +117,22 @@ def _check_layout(block: Block, itemsize: int) -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_tensors_lie_one_after_another_and_aligned(model: ModelConfig, num_ranks: int, itemsize: int) -> None:
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4), ("float64", 8)])
+def test_tensors_lie_one_after_another_and_aligned(
+    model: ModelConfig, num_ranks: int, dtype: str, itemsize: int
+) -> None:
     for rank in range(num_ranks):
-        _check_layout(own_block(model, rank, num_ranks, itemsize), itemsize)
-        _check_layout(others_block(model, rank, num_ranks, itemsize), itemsize)
+        _check_layout(own_block(model, rank, num_ranks, dtype), itemsize)
+        _check_layout(others_block(model, rank, num_ranks, dtype), itemsize)
 
 
 def test_the_selection_bias_stays_wide_in_bfloat16(model: ModelConfig) -> None:
-    shards = {s.spec.name: s for s in own_block(model, 0, 1, 2).shards}
+    shards = {s.spec.name: s for s in own_block(model, 0, 1, "bfloat16").shards}
     assert shards["layers.1.router_bias"].itemsize == 4 and shards["layers.1.router"].itemsize == 2
 
 
 def test_one_rank_has_no_others(model: ModelConfig) -> None:
-    assert others_block(model, 0, 1, 4).num_bytes == 0
+    assert others_block(model, 0, 1, "float32").num_bytes == 0
 
 
 @pytest.mark.parametrize(("size", "aligned"), [(0, 0), (1, 256), (256, 256), (257, 512)])

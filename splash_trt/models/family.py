@@ -1,0 +1,117 @@
+"""What the configurations of each model type may say, and what holds where they say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from splash_trt.models.config import Indexer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the configurations of one model type may say, and what holds where they say nothing.
+
+    The defaults are those of transformers' configuration class of the type.
+    """
+
+    scorings: tuple[str, ...]
+    """Allowed values of scoring_func; the first is the default."""
+    topk_methods: tuple[str, ...]
+    """Allowed values of topk_method; the first is the default."""
+    groups: tuple[int, int] | None
+    """Defaults of n_group and topk_group; None: a method with groups must say them."""
+    normalize: bool | None
+    """Default of norm_topk_prob; None: the weights are never normalised, whatever norm_topk_prob says."""
+    scale: float
+    shared_experts: int
+    first_dense: int
+    mlp_layer_types: bool
+    """Layers may be listed by mlp_layer_types, which then wins over first_k_dense_replace."""
+    rope_choice: bool
+    """rope_interleave may be false."""
+    norm_eps: float
+    indexer: Indexer | None = None
+    """Defaults of the index_ fields; None: the type has no indexer."""
+    indexer_interleaved: bool = False
+    """How the indexer always rotates its queries and keys, whatever attention does."""
+    indexer_sharing: bool = False
+    """Layers may use an earlier layer's choice instead of having an indexer; see parse_indexer."""
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        # The official code raises for other scores and methods than these. It normalises where norm_topk_prob is true;
+        # transformers never does, and is followed: all published configurations of the type say false.
+        "deepseek_v2": Family(
+            scorings=("softmax",),
+            topk_methods=("greedy", "group_limited_greedy"),
+            groups=None,
+            normalize=None,
+            scale=1.0,
+            shared_experts=2,
+            first_dense=0,
+            mlp_layer_types=False,
+            rope_choice=False,
+            norm_eps=1e-6,
+        ),
+        # transformers always scores by sigmoid and selects by noaux_tc here; a configuration that says otherwise is
+        # followed, as vLLM and SGLang do.
+        "deepseek_v3": Family(
+            scorings=("sigmoid", "softmax"),
+            topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),
+            groups=(8, 4),
+            normalize=True,
+            scale=2.5,
+            shared_experts=1,
+            first_dense=3,
+            mlp_layer_types=False,
+            rope_choice=True,
+            norm_eps=1e-6,
+        ),
+        # transformers ignores first_k_dense_replace here; without mlp_layer_types it is followed, as vLLM does.
+        "glm4_moe_lite": Family(
+            scorings=("sigmoid", "softmax"),
+            topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),
+            groups=(1, 1),
+            normalize=True,
+            scale=1.8,
+            shared_experts=1,
+            first_dense=1,
+            mlp_layer_types=True,
+            rope_choice=True,
+            norm_eps=1e-5,
+        ),
+        # Both as the two above, with an indexer. transformers has dropped rope_interleave: attention always rotates
+        # neighbouring pairs.
+        "deepseek_v32": Family(
+            scorings=("sigmoid", "softmax"),
+            topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),
+            groups=(8, 4),
+            normalize=True,
+            scale=2.5,
+            shared_experts=1,
+            first_dense=3,
+            mlp_layer_types=True,
+            rope_choice=False,
+            norm_eps=1e-6,
+            indexer=Indexer(num_heads=64, head_dim=128, top_k=2048),
+        ),
+        "glm_moe_dsa": Family(
+            scorings=("sigmoid", "softmax"),
+            topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),
+            groups=(1, 1),
+            normalize=True,
+            scale=2.5,
+            shared_experts=1,
+            first_dense=3,
+            mlp_layer_types=True,
+            rope_choice=False,
+            norm_eps=1e-5,
+            indexer=Indexer(num_heads=32, head_dim=128, top_k=2048),
+            indexer_interleaved=True,
+            indexer_sharing=True,
+        ),
+    }
+)

@@ -1,0 +1,25 @@
+"""What can be planned for, but not be run: one place that refuses it, before any rank starts."""
+
+from __future__ import annotations
+
+from splash_trt.config import EngineConfig
+from splash_trt.models.config import ModelConfig
+
+PLANNED_ONLY = "only `splash-trt capacity` and `splash-trt simulate` know it yet"
+
+
+def refuse_unrunnable_model(model: ModelConfig) -> None:
+    """ValueError for a model whose tensors cannot all be computed with."""
+    if model.indexer is not None:
+        raise ValueError(
+            f"model_type: {model.model_type!r} attends to the cache rows that an indexer chooses; {PLANNED_ONLY}"
+        )
+
+
+def refuse_unrunnable(model: ModelConfig, config: EngineConfig) -> None:
+    """As refuse_unrunnable_model, and for numbers that would have to be stored as something else than dtype."""
+    refuse_unrunnable_model(model)
+    for field in ("weights", "attention", "cache"):
+        stored = getattr(config.formats, field)
+        if stored not in (None, config.dtype):
+            raise ValueError(f"formats: {field} as {stored} while the engine's dtype is {config.dtype}; {PLANNED_ONLY}")
