@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,30 +14,13 @@ from splash_engines.build import build_engine
 from splash_engines.open import format_inspection, inspect_engine
 from splash_trt import __version__, environment
 from splash_trt.config import DTYPES
+from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
 from splash_trt.supervise import RankSettings, supervise
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 OTHERS_WAIT_S = 20.0  # for rank 0 to say what is wrong, upon whose end mpirun ends the others
-
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-class Size(click.ParamType):
-    """Bytes: 1048576, 512M, 4GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        number = str(value).upper().removesuffix("B").removesuffix("I")
-        unit = number[-1:] if number[-1:] in UNITS else ""
-        try:
-            return round(float(number.removesuffix(unit)) * UNITS[unit])
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is no size; write bytes, or a number with K, M, G or T, such as 4G", param, ctx)
 
 
 def main() -> NoReturn:
@@ -71,7 +53,7 @@ def build(model: Path, out: Path, self_contained: bool, overwrite: bool) -> None
             bar.update(done - bar.pos)
 
         kinds = {"self_contained": self_contained, "overwrite": overwrite}
-        _or_fail(lambda: build_engine(model, out, progress=progress, **kinds))
+        or_fail(lambda: build_engine(model, out, progress=progress, **kinds))
     click.echo(f"Built {out}")
 
 
@@ -79,7 +61,7 @@ def build(model: Path, out: Path, self_contained: bool, overwrite: bool) -> None
 @click.argument("engine", type=click.Path(path_type=Path))
 def inspect(engine: Path) -> None:
     """Say what an engine holds."""
-    click.echo(format_inspection(_or_fail(lambda: inspect_engine(engine))))
+    click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))
 
 
 @commands.command()
@@ -106,10 +88,10 @@ def inspect(engine: Path) -> None:
 def serve(ranks: int | None, **fields: Any) -> None:
     """Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun."""
     options = ServeOptions(ranks=ranks or environment.mpi_size(), **fields)
-    _or_fail(lambda: _check(options))
+    or_fail(lambda: _check(options))
     if environment.under_mpirun():
         serve_rank(options)
-    sys.exit(_or_fail(lambda: supervise(options)))
+    sys.exit(or_fail(lambda: supervise(options)))
 
 
 @commands.command("serve-rank", hidden=True)
@@ -127,16 +109,6 @@ def _check(options: ServeOptions) -> None:
     engine_config(options, model)
     if environment.mpi_rank() == 0:
         check_frontend(options)
-
-
-def _or_fail(act: Callable[[], Any]) -> Any:
-    """act(), or its error as one that `main` says in one line, with an option by the name that the user gave it."""
-    try:
-        return act()
-    except (ValueError, OSError) as error:
-        field, colon, rest = str(error).partition(":")
-        flags = {parameter.name: parameter.opts[0] for parameter in click.get_current_context().command.params}
-        raise click.ClickException(flags.get(field, field) + colon + rest) from error
 
 
 def _refuse(message: str) -> NoReturn:
