@@ -1,14 +1,17 @@
 """What the cost model knows of the machine that ranks run on: a description, its origin, and nothing of any model.
 
-Built-in descriptions, JSON files and calibration all give the same value.
+Built-in descriptions, JSON files and calibration all give the same value (devices.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-KINDS = ("gemm", "experts", "decode", "prefill", "indexer", "elementwise", "collective", "operation", "step")
-"""What a step's time is made of; each has a factor by which it is slower than the ideal that the figures allow."""
+KINDS = (
+    "gemm", "experts", "decode", "prefill", "indexer", "elementwise", "collective", "operation", "step", "copies"
+)  # fmt: skip
+"""What a step's time is made of; each has a factor by which it is slower than the ideal that the figures allow. Of
+collectives the factor concerns their bytes, not their latency; copies are what a switch moves in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +41,9 @@ class Device:
     """Ranks that really run at the same time when they share a machine's cores; None: all."""
     factors: dict[str, float] = field(default_factory=dict)
     """By KINDS; 1 where nothing is said."""
+    expert_s: float = 0.0
+    """What each touched expert adds, where experts run one after the other."""
+    padded: bool = False
+    """Attention computes every context to the longest one's length and masks, as the plain reference does."""
+    provenance: dict[str, str | int | float] = field(default_factory=dict)
+    """Of a calibration: machine, versions, commit, date, model, ranks, errors."""

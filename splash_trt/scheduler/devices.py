@@ -1,0 +1,247 @@
+"""Descriptions of devices: built in, in JSON files, and of the machine at hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splash_trt.config import FORMATS
+from splash_trt.scheduler.device import KINDS, Device
+
+_REQUIRED = (
+    "name", "origin", "memory_bytes", "flops", "memory_bytes_s", "link_bytes_s", "collective_s", "collective_hop_s",
+    "operation_s", "step_s",
+)  # fmt: skip
+_POSITIVE = ("memory_bytes_s", "link_bytes_s", "operation_s", "step_s", "collective_s")
+_NOT_NEGATIVE = ("memory_bytes", "collective_hop_s", "expert_s")
+
+# What two and four H200s reached of their datasheets' figures; other GPUs of the family are taken to reach as much.
+MEMORY_REACHED = 4.3 / 4.8
+PRODUCTS_REACHED = 785 / 989
+LINK_REACHED = 369 / 450
+
+_MEASURED_FACTORS = {
+    "collective": 369 / 265,
+    "copies": 1.75,
+    "decode": 1.2,
+    "prefill": 1.2,
+}
+_FACTORS_ORIGIN = (
+    "Collectives: NCCL moved 259 to 271 GB/s in large all-reduces and all-to-alls where a peer copy reached 369. "
+    "Small ones: one-shot over symmetric memory inside a CUDA graph, 6.8 us among two ranks and 8.6 among four (NCCL: "
+    "15.9 and 25), extended in a line to more. Copies: 64 MB a step cost 2.1 % of 1.25 ms. An operation inside a "
+    "graph: of vLLM's 5.65 ms a token for GLM-4.7-Flash (47 layers, one request, two ranks) 1.55 are bytes and "
+    "all-reduces, and the other 4.1 spread over 40 to 50 kernels a layer (an estimate) are 1.75 to 2.2 us each. "
+    "Attention kernels reach 0.8 of the rate of products, as FlashMLA (660 of 785 TFLOP/s) and FlashAttention-3 (640) "
+    "are published for Hopper. A step's own time is an assumption: 150 us for a graph's launch and the hand-over of ids."
+)
+
+
+def _gpu(name: str, *, origin: str, gib: int, memory: float, bf16: float, fp8: float, fp32: float, fp64: float,
+         link: float) -> Device:  # fmt: skip
+    """memory, link in bytes/s and products in operations/s as datasheets give them, dense, one way."""
+    return Device(
+        name=name,
+        origin=f"{origin} {_FACTORS_ORIGIN}",
+        memory_bytes=gib << 30,
+        flops={
+            "bfloat16": bf16 * PRODUCTS_REACHED,
+            "fp8": fp8 * PRODUCTS_REACHED,
+            "float32": fp32 * PRODUCTS_REACHED,
+            "float64": fp64 * PRODUCTS_REACHED,
+        },
+        memory_bytes_s=memory * MEMORY_REACHED,
+        link_bytes_s=link * LINK_REACHED,
+        collective_s=6.8e-6,
+        collective_hop_s=0.9e-6,
+        operation_s=2e-6,
+        step_s=150e-6,
+        factors=dict(_MEASURED_FACTORS),
+    )
+
+
+_SCALED = (
+    "Datasheet figures, dense and one way, times what an H200 was measured to reach of its own (memory 4.3 of 4.8 "
+    "TB/s, products 785 of 989 TFLOP/s, link 369 of 450 GB/s); this device itself was not measured."
+)
+
+BUILT_IN: dict[str, Device] = {
+    "h200": _gpu(
+        "h200", gib=139, memory=4.8e12, bf16=989e12, fp8=1979e12, fp32=67e12, fp64=67e12, link=450e9,
+        origin="H200 SXM, 141 GB HBM3e, NVLink 4. Measured in November 2026 on two and four of them: copies 4.3 TB/s, "
+        "bf16 products 770 to 800 TFLOP/s, peer copies 369 GB/s one way. The other formats' rates are the datasheet's, "
+        "less by the ratio that bf16 reached.",
+    ),
+    "h100": _gpu(
+        "h100", gib=79, memory=3.35e12, bf16=989e12, fp8=1979e12, fp32=67e12, fp64=67e12, link=450e9,
+        origin=f"H100 SXM, 80 GB HBM3, NVLink 4. {_SCALED}",
+    ),
+    "b200": _gpu(
+        "b200", gib=178, memory=8e12, bf16=2.25e15, fp8=4.5e15, fp32=80e12, fp64=40e12, link=900e9,
+        origin=f"B200, 192 GB HBM3e (178 GiB), NVLink 5. {_SCALED}",
+    ),
+    "cpu": Device(
+        name="cpu",
+        origin="One core of a shared x86-64 server for each rank, the plain torch reference, Open MPI over shared "
+        "memory: round figures of such a machine, so that simulations are the same everywhere. To serve, calibrate.",
+        memory_bytes=0,
+        flops={"float64": 2.5e10, "float32": 5e10, "bfloat16": 5e10, "fp8": 5e10},
+        memory_bytes_s=8e9,
+        link_bytes_s=2e9,
+        collective_s=150e-6,
+        collective_hop_s=60e-6,
+        operation_s=15e-6,
+        step_s=1.5e-3,
+        factors={"copies": 4.0, "prefill": 3.0, "decode": 3.0, "experts": 1.5},
+        expert_s=60e-6,
+        padded=True,
+    ),
+}  # fmt: skip
+
+
+def this_cpu(
+    *,
+    cores: int | None = None,
+    memory_bytes_s: float | None = None,
+    float32_flops: float | None = None,
+) -> Device:
+    """The machine at hand, for ranks on its cores: "cpu", with a product and a copy timed here (20 ms each) where no
+    figure is given, and as many ranks at a time as this process may use cores."""
+    base = BUILT_IN["cpu"]
+    count = cores if cores is not None else len(os.sched_getaffinity(0))
+    flops = float32_flops if float32_flops is not None else _product_rate()
+    memory = memory_bytes_s if memory_bytes_s is not None else _copy_rate()
+    values = {f.name: getattr(base, f.name) for f in fields(Device)} | dict(
+        name="this CPU",
+        origin=f"{platform.machine()} with {count} cores; one core's product and copy as timed or given "
+        f"({flops / 1e9:.1f} GFLOP/s in float32, {memory / 1e9:.1f} GB/s), everything else as for cpu.",
+        flops={"float64": flops / 2, "float32": flops, "bfloat16": flops, "fp8": flops},
+        memory_bytes_s=memory,
+        concurrent_ranks=count,
+    )
+    return Device(**values)
+
+
+def _product_rate(size: int = 256, seconds: float = 0.02) -> float:
+    a = np.ones((size, size), np.float32)
+    return 2 * size**3 / _shortest(lambda: a @ a, seconds)
+
+
+def _copy_rate(num_bytes: int = 1 << 24, seconds: float = 0.02) -> float:
+    a, b = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    return 2 * num_bytes / _shortest(lambda: np.copyto(b, a), seconds)
+
+
+def _shortest(call: Any, seconds: float) -> float:
+    """Of repeated calls over about so long; one comes before, untimed."""
+    call()
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+# Files
+
+
+def load_device(name_or_path: str | Path) -> Device:
+    """A built-in description by its name in any case, or that of a JSON file. ValueError says what is wrong with it."""
+    text = str(name_or_path)
+    if text.lower() in BUILT_IN:
+        return BUILT_IN[text.lower()]
+    path = Path(name_or_path)
+    if not path.is_file():
+        names = ", ".join(sorted(BUILT_IN))
+        raise ValueError(
+            f"device: {text!r} is neither one of {names} nor a file; splash-trt calibrate writes such a file"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"device: {path} is no JSON: {error}; calibrate again to replace it") from error
+    return parse_device(value, str(path))
+
+
+def parse_device(value: object, where: str) -> Device:
+    """A description from plain JSON values; ValueError names `where`, the field and the remedy."""
+    if not isinstance(value, dict):
+        raise ValueError(f"device: {where} holds no object with the fields {', '.join(_REQUIRED)}")
+    known = {f.name for f in fields(Device)}
+    for name in sorted(set(value) - known):
+        raise ValueError(f"device: {where}: unknown field {name!r}; remove it (known: {', '.join(sorted(known))})")
+    for name in _REQUIRED:
+        if name not in value:
+            raise ValueError(f"device: {where}: field {name!r} is missing; add it")
+    _check_text(value, where)
+    for name in (*_POSITIVE, *_NOT_NEGATIVE):
+        if name in value:
+            _check_number(value[name], f"device: {where}: {name}", zero=name in _NOT_NEGATIVE)
+    if not isinstance(value["memory_bytes"], int):
+        raise ValueError(f"device: {where}: memory_bytes: {value['memory_bytes']!r} is no whole number of bytes")
+    ranks = value.get("concurrent_ranks")
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"device: {where}: concurrent_ranks: {ranks!r} is neither null nor a whole number from 1")
+    if not isinstance(value.get("padded", False), bool):
+        raise ValueError(f"device: {where}: padded: {value['padded']!r} is neither true nor false")
+    _check_table(value["flops"], f"device: {where}: flops", FORMATS, zero=False)
+    if not value["flops"]:
+        raise ValueError(f"device: {where}: flops: is empty; give at least one of {', '.join(FORMATS)}")
+    _check_table(value.get("factors", {}), f"device: {where}: factors", KINDS, zero=True)
+    return Device(**value)
+
+
+def _check_text(value: dict[str, Any], where: str) -> None:
+    for name in ("name", "origin"):
+        if not isinstance(value[name], str) or not value[name]:
+            raise ValueError(f"device: {where}: {name}: {value[name]!r} is no text; say what it describes")
+    provenance = value.get("provenance", {})
+    if not isinstance(provenance, dict) or not all(isinstance(v, str | int | float) for v in provenance.values()):
+        raise ValueError(f"device: {where}: provenance: is no object of texts and numbers")
+
+
+def _check_table(value: object, field: str, names: tuple[str, ...], *, zero: bool) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{field}: {value!r} is no object with numbers for {', '.join(names)}")
+    for name, number in value.items():
+        if name not in names:
+            raise ValueError(f"{field}: {name!r} is not one of {', '.join(names)}; remove it")
+        _check_number(number, f"{field}.{name}", zero=zero)
+
+
+def _check_number(value: object, field: str, *, zero: bool) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+        least = "not below 0" if zero else "above 0"
+        raise ValueError(f"{field}: {value!r} is no number {least}; correct it, or calibrate again")
+
+
+def save_device(device: Device, path: Path) -> None:
+    """Write the JSON that load_device reads; the file is there whole or not at all."""
+    data = json.dumps(asdict(device), indent=1, allow_nan=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def calibration_file(engine_folder: Path, num_ranks: int) -> Path:
+    """Where the calibration of an engine for so many ranks is kept."""
+    return engine_folder / f"device-{num_ranks}.json"
