@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from splash_trt.frontend.engine_client import EngineClient, Mailbox
@@ -24,11 +23,9 @@ class Generation:
         new_answer: Callable[[], Answer],
     ) -> None:
         self._engine = engine
-        self._metrics = metrics
         self._requests = requests
         self._mailbox = Mailbox()
-        self._began = time.monotonic()
-        self._first: list[float | None] = [None] * len(requests)
+        self._meters = [metrics.request(len(request.prompt)) for request in requests]
         self._open = set(range(len(requests)))
         self.answers = [new_answer() for _ in requests]
 
@@ -36,7 +33,6 @@ class Generation:
         """ApiError if there is no engine."""
         for index, request in enumerate(self._requests):
             self._engine.submit(request, self._mailbox, index)
-            self._metrics.on_prompt(len(request.prompt))
 
     async def run(self) -> AsyncIterator[list[int]]:
         """Yields the indices of the answers that grew, until all are complete. ApiError if the engine fails."""
@@ -56,30 +52,20 @@ class Generation:
         """Cancels what is not complete: the client went away, or something failed."""
         for index in self._open:
             self._engine.cancel(self._requests[index].id)
-            self._metrics.on_end("cancelled")
+            self._meters[index].end("cancelled")
         self._open.clear()
 
     def _add(self, index: int, delta: TokenDelta) -> None:
         if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
             self._open.discard(index)
-            self._metrics.on_end("error")
+            self._meters[index].end("error")
             why = delta.error or "the engine cancelled the request"
             raise ApiError(why, status=500, code=f"engine_{delta.finish.value}")
-        answer, now = self.answers[index], time.monotonic()
+        answer, meter = self.answers[index], self._meters[index]
         before = answer.num_tokens
         answer.add(delta)
-        self._metrics.on_tokens(answer.num_tokens - before)
-        if self._first[index] is None and answer.num_tokens:
-            self._first[index] = now
-            self._metrics.ttft_s.observe(now - self._began)
+        meter.tokens(answer.num_tokens - before, delta.queued_s)
         if answer.finish is not None:
             self._open.discard(index)
             self._engine.cancel(self._requests[index].id)  # a stop string, of which the engine knows nothing
-            self._observe_end(index, now)
-
-    def _observe_end(self, index: int, now: float) -> None:
-        answer, first = self.answers[index], self._first[index]
-        self._metrics.on_end(str(answer.finish))
-        self._metrics.request_s.observe(now - self._began)
-        if first is not None and answer.num_tokens > 1:
-            self._metrics.tpot_s.observe((now - first) / (answer.num_tokens - 1))
+            meter.end(answer.finish)

@@ -100,9 +100,9 @@ async def run(options: Options) -> int:
     Must run in the main thread, which is the one that signals reach. ValueError: an option that cannot be used.
     """
     tokenizer = None if options.tokenizer is None else Tokenizer(Path(options.tokenizer))
-    metrics = Metrics()
+    metrics = Metrics(options.model_name)
     engine = EngineClient(options.engine, metrics)
-    metrics.watch(lambda: engine.status)
+    metrics.watch(lambda: engine.status, lambda: engine.ready)
     frontend = Frontend(
         engine,
         metrics,

@@ -2,129 +2,222 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from splash_trt.link import Frames, Status, SwitchReport
+from splash_trt.link import Frames, Ready, Status, SwitchReport
+from splash_trt.observe.compat import CompatNames
+from splash_trt.observe.series import Distribution, Rate
+from splash_trt.observe.switches import SwitchMetrics
+from splash_trt.request import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_SWITCHES = 1000
-"""The latest that are kept."""
 
 _TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TPOT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_TOKENS = tuple(1 << shift for shift in range(18))
 
 
 class Metrics:
-    """One registry of its own a frontend. It also keeps the switches' records."""
+    """One registry of its own a frontend, and one with other systems' names for the same."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        registry = self._registry
+    def __init__(self, model_name: str = "") -> None:
+        registry = self._registry = CollectorRegistry()
+        self._compat = CollectorRegistry()
+        self._compat.register(CompatNames(registry, model_name))
+        ProcessCollector(registry=registry)
+        self._engine_counters(registry)
+        self._request_counters(registry)
+        self._switches = SwitchMetrics(registry)
+
+    def _engine_counters(self, registry: CollectorRegistry) -> None:
         layout = ["layout"]
         self._tokens = Counter("splash_tokens", "Tokens computed, prompt and output", layout, registry=registry)
-        self._steps = Counter("splash_steps", "Steps completed", layout, registry=registry)
-        self._step_seconds = Counter("splash_step_seconds", "Time that steps took", layout, registry=registry)
-        ends = ["source", "target", "outcome"]
-        self._switches = Counter("splash_switches", "Layout switches that ended", ends, registry=registry)
-        help_text = "Bytes that switches planned to move between ranks (inside: within a rank)"
-        self._switch_bytes = Counter("splash_switch_bytes", help_text, ["kind"], registry=registry)
-        self._prompt_tokens = Counter("splash_prompt_tokens", "Tokens of requests' prompts", registry=registry)
+        self._steps = Counter("splash_steps", "Steps completed that computed tokens", layout, registry=registry)
+        self._step_seconds = Counter("splash_step_seconds", "Time that steps took on rank 0", layout, registry=registry)
+        self._step_tokens = Distribution("splash_step_tokens", "Tokens computed in one step", _TOKENS)
+        registry.register(self._step_tokens)
+        help_text = "Requests that gave their cache up, to be computed again later"
+        self._preemptions = Counter("splash_preemptions", help_text, registry=registry)
+        help_text = "Times that the policy asked for another layout"
+        self._decisions = Counter("splash_decisions", help_text, ["source", "target", "kind"], registry=registry)
+        self._restarts = Counter("splash_engine_restarts", "Engines that took another's place", registry=registry)
+
+    def _request_counters(self, registry: CollectorRegistry) -> None:
+        help_text = "Prompt tokens of requests that got their first token"
+        self._prompt_tokens = Counter("splash_prompt_tokens", help_text, registry=registry)
         self._output_tokens = Counter("splash_output_tokens", "Tokens sent to clients", registry=registry)
         self._requests = Counter("splash_requests", "Requests that ended, by how", ["reason"], registry=registry)
+        for reason in FinishReason:
+            self._requests.labels(reason.value)
         self._responses = Counter("splash_http_responses", "HTTP responses", ["path", "code"], registry=registry)
-        self.ttft_s = Histogram(
-            "splash_time_to_first_token_seconds", "From request to first token", buckets=_TTFT_S, registry=registry
-        )
-        self.tpot_s = Histogram(
-            "splash_time_per_output_token_seconds", "Mean over a request", buckets=_TPOT_S, registry=registry
-        )
-        self.request_s = Histogram(
-            "splash_request_seconds", "From request to last token", buckets=_REQUEST_S, registry=registry
-        )
-        self._records: dict[int, dict[str, object]] = {}
-        self._counted_to = 0
+        self._rate = Rate("splash_output_tokens_per_second", "Tokens sent to clients, of the last 5 s")
+        self._inter_token_s = Distribution("splash_inter_token_seconds", "From a request's token to its next", _TPOT_S)
+        registry.register(self._rate)
+        registry.register(self._inter_token_s)
 
-    def watch(self, status: Callable[[], Status | None]) -> None:
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"splash_{name}", help_text, buckets=buckets, registry=registry)
+
+        self._ttft_s = histogram("time_to_first_token_seconds", "From request to first token", _TTFT_S)
+        self._tpot_s = histogram("time_per_output_token_seconds", "Mean over a request", _TPOT_S)
+        self._request_s = histogram("request_seconds", "From request to last token", _REQUEST_S)
+        self._queue_s = histogram("request_queue_seconds", "Until the engine first gave a request cache", _TTFT_S)
+        self._prefill_s = histogram("request_prefill_seconds", "From there to the first token", _TTFT_S)
+        self._decode_s = histogram("request_decode_seconds", "From first to last token", _REQUEST_S)
+        self._inference_s = histogram("request_inference_seconds", "From the queue to the last token", _REQUEST_S)
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a complete request", _TOKENS)
+        self._output_length = histogram("request_output_tokens", "Output tokens of a complete request", _TOKENS)
+
+    def watch(self, status: Callable[[], Status | None], ready: Callable[[], Ready | None] = lambda: None) -> None:
         """Gauges are read from there when they are asked for."""
-        self._registry.register(StatusCollector(status))
+        self._registry.register(StatusCollector(status, ready))
 
     def text(self) -> bytes:
         """In Prometheus's text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._compat)
 
     def switches(self) -> list[dict[str, object]]:
         """Records, newest first."""
-        return [self._records[number] for number in sorted(self._records, reverse=True)]
+        return self._switches.records()
 
     def on_restart(self) -> None:
-        """Another engine numbers its switches from 1 again."""
-        self._records.clear()
-        self._counted_to = 0
+        """Another engine answers. It reports what happens from now on, so nothing is counted twice."""
+        self._switches.on_restart()
+        self._restarts.inc()
 
     def on_frames(self, frames: Frames) -> None:
         if frames.num_tokens:
-            layout = frames.status.layout
+            layout = frames.layout or frames.status.layout
             self._tokens.labels(layout).inc(frames.num_tokens)
             self._steps.labels(layout).inc()
             self._step_seconds.labels(layout).inc(frames.seconds)
+            self._step_tokens.observe(frames.num_tokens)
+        if frames.preemptions:
+            self._preemptions.inc(frames.preemptions)
+        if frames.decision is not None:
+            decided = frames.decision
+            self._decisions.labels(decided.source, decided.target, decided.kind).inc()
 
     def on_switch(self, report: SwitchReport) -> None:
-        record = report.record
-        self._records[report.number] = record
-        while len(self._records) > MAX_SWITCHES:
-            del self._records[min(self._records)]
-        if not record.get("ended") or report.number <= self._counted_to:
-            return
-        self._counted_to = report.number
-        # Without the reason of an abort, of which there are too many for a label.
-        outcome = str(record.get("outcome")).partition(":")[0]
-        self._switches.labels(str(record.get("source")), str(record.get("target")), outcome).inc()
-        between = record.get("bytes_between_ranks")
-        kinds = dict(between) if isinstance(between, dict) else {}
-        for kind, num_bytes in {**kinds, "inside": record.get("bytes_inside_ranks")}.items():
-            if isinstance(num_bytes, int):
-                self._switch_bytes.labels(str(kind)).inc(num_bytes)
-
-    def on_prompt(self, num_tokens: int) -> None:
-        self._prompt_tokens.inc(num_tokens)
-
-    def on_tokens(self, num_tokens: int) -> None:
-        self._output_tokens.inc(num_tokens)
-
-    def on_end(self, reason: str) -> None:
-        self._requests.labels(reason).inc()
+        self._switches.on_report(report)
 
     def on_response(self, path: str, code: int) -> None:
         self._responses.labels(path, str(code)).inc()
+
+    def request(self, num_prompt: int) -> RequestMeter:
+        """For a request that begins now."""
+        return RequestMeter(self, num_prompt)
+
+
+class RequestMeter:
+    """Measures one request, from its making to `end`."""
+
+    def __init__(self, metrics: Metrics, num_prompt: int) -> None:
+        self._metrics = metrics
+        self._num_prompt = num_prompt
+        self._num_tokens = 0
+        self._began = time.monotonic()
+        self._queued_s: float | None = None
+        self._first: float | None = None
+        self._last = 0.0
+
+    def tokens(self, count: int, queued_s: float | None = None) -> bool:
+        """So many more came now; true if the first is among them. queued_s: TokenDelta's."""
+        if count == 0:
+            return False
+        metrics, now = self._metrics, time.monotonic()
+        metrics._output_tokens.inc(count)
+        metrics._rate.add(count)
+        self._num_tokens += count
+        if self._first is not None:
+            # Those that come together share the time since the last ones.
+            metrics._inter_token_s.observe((now - self._last) / count, count)
+            self._last = now
+            return False
+        self._first = self._last = now
+        metrics._prompt_tokens.inc(self._num_prompt)
+        metrics._ttft_s.observe(now - self._began)
+        if queued_s is not None:
+            self._queued_s = queued_s
+            metrics._queue_s.observe(queued_s)
+            metrics._prefill_s.observe(max(0.0, now - self._began - queued_s))
+        return True
+
+    def end(self, reason: str) -> None:
+        """The request ended: "stop", "length", "cancelled", "error". Call it once."""
+        metrics, now = self._metrics, time.monotonic()
+        metrics._requests.labels(reason).inc()
+        if self._first is None or reason in (FinishReason.CANCELLED.value, FinishReason.ERROR.value):
+            return
+        metrics._request_s.observe(now - self._began)
+        metrics._decode_s.observe(now - self._first)
+        metrics._prompt_length.observe(self._num_prompt)
+        metrics._output_length.observe(self._num_tokens)
+        if self._queued_s is not None:
+            metrics._inference_s.observe(max(0.0, now - self._began - self._queued_s))
+        if self._num_tokens > 1:
+            metrics._tpot_s.observe((now - self._first) / (self._num_tokens - 1))
 
 
 class StatusCollector(Collector):
     """Gauges of how things stand. Before the first status there are none."""
 
-    def __init__(self, status: Callable[[], Status | None]) -> None:
+    def __init__(self, status: Callable[[], Status | None], ready: Callable[[], Ready | None] = lambda: None) -> None:
         self._status = status
+        self._ready = ready
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        status = self._status()
-        if status is None:
-            return
-        yield GaugeMetricFamily("splash_running_requests", "Requests that have cache", value=status.running)
-        yield GaugeMetricFamily("splash_waiting_requests", "Requests without cache yet, in total", value=status.waiting)
-        yield _by_rank("splash_rank_running_requests", "Requests whose owner or home it is", status.running_by_rank)
-        yield _by_rank("splash_rank_cache_used_tokens", "Cache tokens held, in whole pages", status.used_tokens)
-        yield _by_rank("splash_rank_cache_total_tokens", "Cache tokens that fit", status.total_tokens)
-        yield GaugeMetricFamily("splash_epoch", "Layout changes so far", value=status.epoch)
-        current = GaugeMetricFamily("splash_layout", "1 for the layout that serves", labels=["layout", "mode"])
-        current.add_metric([status.layout, status.mode], 1)
-        yield current
-        progress = GaugeMetricFamily("splash_switch_progress", "Share of rows moved", labels=["state", "target"])
-        progress.add_metric([status.switch, status.switch_target or ""], status.switch_progress)
-        yield progress
+        ready, status = self._ready(), self._status()
+        if ready is not None:
+            room = GaugeMetricFamily("splash_layout_capacity_tokens", "Distinct cache tokens", labels=["layout"])
+            longest = GaugeMetricFamily("splash_layout_request_tokens", "Of the longest request", labels=["layout"])
+            for layout, capacity in ready.capacity.items():
+                room.add_metric([layout], capacity.total)
+                longest.add_metric([layout], capacity.request)
+            yield room
+            yield longest
+        if status is not None:
+            yield from _requests(status)
+            yield from _cache(status)
+            yield from _layout(status)
+
+
+def _requests(status: Status) -> Iterator[GaugeMetricFamily]:
+    yield GaugeMetricFamily("splash_running_requests", "Requests that have cache", value=status.running)
+    # Not by rank as well: a request gets its rank together with its cache.
+    yield GaugeMetricFamily("splash_waiting_requests", "Requests without cache yet, in total", value=status.waiting)
+    yield _by_rank("splash_rank_running_requests", "Requests whose owner or home it is", status.running_by_rank)
+
+
+def _cache(status: Status) -> Iterator[GaugeMetricFamily]:
+    """By rank and over all ranks. Where requests are replicated, a token is held on every rank and counts on each."""
+    used, total = status.used_tokens, status.total_tokens
+    free = tuple(most - some for most, some in zip(total, used, strict=True))
+    for name, values, what in (
+        ("used", used, "Cache tokens held, in whole pages"),
+        ("free", free, "Cache tokens that are free"),
+        ("total", total, "Cache tokens that fit"),
+    ):
+        yield _by_rank(f"splash_rank_cache_{name}_tokens", what, values)
+        yield GaugeMetricFamily(f"splash_cache_{name}_tokens", f"{what}, all ranks together", value=sum(values))
+    ratio = sum(used) / sum(total) if sum(total) else 0.0
+    yield GaugeMetricFamily("splash_cache_usage_ratio", "Share of the ranks' caches that is held, 0 to 1", value=ratio)
+
+
+def _layout(status: Status) -> Iterator[GaugeMetricFamily]:
+    yield GaugeMetricFamily("splash_epoch", "Layout changes so far", value=status.epoch)
+    current = GaugeMetricFamily("splash_layout", "1 for the layout that serves", labels=["layout", "mode"])
+    current.add_metric([status.layout, status.mode], 1)
+    yield current
+    progress = GaugeMetricFamily("splash_switch_progress", "Share of rows moved", labels=["state", "target"])
+    progress.add_metric([status.switch, status.switch_target or ""], status.switch_progress)
+    yield progress
 
 
 def _by_rank(name: str, help_text: str, values: tuple[int, ...]) -> GaugeMetricFamily:

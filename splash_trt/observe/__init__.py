@@ -1,0 +1,1 @@
+"""What an operator sees of a deployment: metrics under the names that others use, traces, spans and logs."""

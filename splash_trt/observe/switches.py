@@ -1,0 +1,98 @@
+"""Counts layout switches from what rank 0 reports of them, each once, whatever is reported how often."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from splash_trt.link import SwitchReport
+
+MAX_KEPT = 1000
+"""Records of the latest switches that are kept."""
+
+_STATE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BYTES = (0, *(1 << shift for shift in range(10, 39, 2)))  # to 256 GiB
+_RATIO = (0.9, 0.95, 1, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 3, 6)
+_STALL_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+class SwitchMetrics:
+    """Keeps the records, newest `MAX_KEPT`, and what Prometheus is told. Bytes are those planned."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        ends = ["source", "target"]
+
+        def counter(name: str, help_text: str, labels: list[str]) -> Counter:
+            return Counter(f"splash_{name}", help_text, labels, registry=registry)
+
+        def histogram(name: str, help_text: str, labels: list[str], buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"splash_switch_{name}", help_text, labels, buckets=buckets, registry=registry)
+
+        self._switches = counter("switches", "Layout switches that ended", [*ends, "outcome"])
+        self._aborts = counter("switch_aborts", "Layout switches aborted, by why", [*ends, "reason"])
+        help_text = "Bytes that switches planned to move between ranks (inside: within a rank)"
+        self._bytes = counter("switch_bytes", help_text, ["kind"])
+        self._size = histogram("moved_bytes", "The same of one switch", [*ends, "kind"], _BYTES)
+        self._seconds = histogram("seconds", "From a switch's begin to its end", [*ends, "outcome"], _STATE_S)
+        self._state_s = histogram("state_seconds", "Time that a switch spent in a state", [*ends, "state"], _STATE_S)
+        help_text = "Time of steps that moved something over that of like steps that did not; 1: no slower"
+        self._step_ratio = histogram("step_time_ratio", help_text, ends, _RATIO)
+        help_text = "The slowest rank's gap before the first step in the new layout, less the median gap"
+        self._stall_s = histogram("stall_seconds", help_text, ends, _STALL_S)
+        self._records: dict[int, dict[str, object]] = {}
+        self._ended_to = 0
+        self._stalled_to = 0
+
+    def records(self) -> list[dict[str, object]]:
+        """Newest first."""
+        return [self._records[number] for number in sorted(self._records, reverse=True)]
+
+    def on_restart(self) -> None:
+        """Another engine numbers its switches from 1 again; what was counted stays."""
+        self._records.clear()
+        self._ended_to = self._stalled_to = 0
+
+    def on_report(self, report: SwitchReport) -> None:
+        """Switches end in the order of their numbers, one at a time; a stall is known at the end or soon after."""
+        record, number = report.record, report.number
+        self._records[number] = record
+        while len(self._records) > MAX_KEPT:
+            del self._records[min(self._records)]
+        ends = (str(record.get("source")), str(record.get("target")))
+        stall_s = _number(record.get("stall_s"))
+        if stall_s is not None and number > self._stalled_to:
+            self._stalled_to = number
+            self._stall_s.labels(*ends).observe(stall_s)
+        if record.get("ended") and number > self._ended_to:
+            self._ended_to = number
+            self._count(ends, record)
+
+    def _count(self, ends: tuple[str, str], record: dict[str, object]) -> None:
+        # Without the reason of an abort, of which there are too many for a label.
+        outcome = str(record.get("outcome")).partition(":")[0]
+        self._switches.labels(*ends, outcome).inc()
+        if outcome == "aborted":
+            self._aborts.labels(*ends, str(record.get("abort") or "unknown")).inc()
+        states = _numbers(record.get("seconds_in"))
+        for state, seconds in states.items():
+            self._state_s.labels(*ends, state).observe(seconds)
+        if states:
+            self._seconds.labels(*ends, outcome).observe(sum(states.values()))
+        kinds = _numbers(record.get("bytes_between_ranks"))
+        inside = _number(record.get("bytes_inside_ranks"))
+        if inside is not None:
+            kinds["inside"] = inside
+        for kind, num_bytes in kinds.items():
+            self._bytes.labels(kind).inc(num_bytes)
+            self._size.labels(*ends, kind).observe(num_bytes)
+        slowdown = _number(record.get("slowdown"))
+        if slowdown is not None:
+            self._step_ratio.labels(*ends).observe(1 + slowdown)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _numbers(value: object) -> dict[str, float]:
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {str(name): float(number) for name, number in pairs if isinstance(number, int | float)}
