@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from splash_trt.config import Layout
+from splash_trt.request import SamplingParams
 
 LAST_SAMPLED = -1  # in `token`: the id that the sampler last gave this row's slot
 SAMPLE = -1  # in `want_target`: choose a token here; any other value is scored only
@@ -29,6 +30,21 @@ SAMPLING_DTYPE = np.dtype(
         ("logprobs", np.int32),  # alternatives wanted, -1: no log-probabilities
     ]
 )
+
+
+class SlotControls(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks need beyond SAMPLING_DTYPE for a slot whose parameters are `controlled`, once, when it is opened.
+
+    It tells all that came before, so that a request which was preempted goes on as if it had not been.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    num_prompt: int
+    prompt: bytes
+    """The prompt's ids as int32; empty unless repetition_penalty needs them."""
+    output: bytes
+    """The ids generated so far, as int32."""
 
 
 def _ints(*shape: int) -> np.ndarray:
@@ -68,6 +84,10 @@ class Plan:
     """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
     sampling: np.ndarray = field(default_factory=lambda: np.zeros(0, SAMPLING_DTYPE))
     """[P] of SAMPLING_DTYPE: parameters of slots that are new to the ranks."""
+    controls: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """[B] uint8: msgpack of a list of SlotControls, for those of `sampling` that need them; empty if none does."""
+    controlled: np.ndarray = field(default_factory=lambda: _ints(0))
+    """[C] int32, ascending: all slots that need them now. What a rank keeps for any other, it forgets."""
     moves: np.ndarray = field(default_factory=lambda: _ints(0, 6))
     """[M, 6] int32: source rank, source page, target rank, target page, first row, rows: copies before the rows run."""
     attempt: int = 0
@@ -94,6 +114,11 @@ class Plan:
         """Nothing to compute, to move or to tell."""
         parts = (self.token, self.tables, self.sampling, self.moves, self.target_tables, self.late_moves, self.weights)
         return not any(len(part) for part in parts)
+
+    @property
+    def slot_controls(self) -> list[SlotControls]:
+        """What `controls` holds."""
+        return _control_decoder.decode(self.controls.tobytes()) if len(self.controls) else []
 
     @property
     def row_of_token(self) -> np.ndarray:
@@ -130,6 +155,8 @@ class StepResult:
     """[W, K] int64: the K likeliest ids, best first; K is the most that any row asks for, maybe 0."""
     top_logprob: np.ndarray
     """[W, K] float64."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Index below W -> why no token could be chosen there; its request cannot go on."""
     seconds: float = 0.0
     """What the step took on rank 0."""
     statuses: tuple[RankStatus, ...] = ()
@@ -148,6 +175,12 @@ _SCALARS = ("step", "epoch", "layout", "bucket", "attempt")
 _ARRAYS = [f.name for f in fields(Plan) if f.name not in _SCALARS]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict)
+_control_decoder = msgspec.msgpack.Decoder(list[SlotControls])
+
+
+def encode_controls(controls: list[SlotControls]) -> np.ndarray:
+    """As Plan.controls has them."""
+    return np.frombuffer(_encoder.encode(controls) if controls else b"", np.uint8)
 
 
 def encode(plan: Plan) -> bytes:
@@ -177,4 +210,5 @@ _DTYPES = {name: np.dtype(np.int32) for name in _ARRAYS} | {
     "token": np.dtype(np.int64),
     "want_target": np.dtype(np.int64),
     "sampling": SAMPLING_DTYPE,
+    "controls": np.dtype(np.uint8),
 }

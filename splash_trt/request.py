@@ -124,6 +124,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ok = self.grammar is None or not self.ignore_eos
         _check(ok, "ignore_eos", self.ignore_eos, "False beside a grammar, which says where the text ends")
 
+    @property
+    def penalised(self) -> bool:
+        """Ids seen before are less likely, or more."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def controlled(self) -> bool:
+        """Something is done to the logits before tokens are chosen from them."""
+        return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.grammar is not None
+
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias
         _check(isinstance(bias, dict), "logit_bias", bias, "a dict of token ids and biases")

@@ -6,7 +6,7 @@ import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.partition import rank_counts, token_ranks
-from splash_trt.plan import LAST_SAMPLED, SAMPLE, SAMPLING_DTYPE, Plan
+from splash_trt.plan import LAST_SAMPLED, SAMPLE, SAMPLING_DTYPE, Plan, SlotControls, encode_controls
 from splash_trt.scheduler.ledger import Changes, stacked
 from splash_trt.scheduler.sequence import Sequence
 from splash_trt.scheduler.slots import Slots
@@ -84,6 +84,8 @@ class RowBuilder:
             bucket=int(counts.max()),
             tables=stacked(changes.tables),
             sampling=_sampling(changes.opened),
+            controls=encode_controls([_controls(s) for s in changes.opened if s.request.sampling.controlled]),
+            controlled=np.flatnonzero(self._slots.controlled).astype(np.int32),
             moves=np.concatenate([local, moves]),
             attempt=switcher.attempt,
             armed=switcher.armed(slot),
@@ -105,3 +107,11 @@ def _sampling(admitted: list[Sequence]) -> np.ndarray:
         entry["seed"] = sequence.request.seed
         entry["logprobs"] = max(tops, default=-1)
     return out
+
+
+def _controls(sequence: Sequence) -> SlotControls:
+    """For a sequence that has just got its slot."""
+    request, known = sequence.request, np.array(sequence.tokens, np.int32)
+    num_prompt = len(request.prompt)
+    prompt = known[: num_prompt if request.sampling.repetition_penalty != 1 else 0]
+    return SlotControls(sequence.slot, request.sampling, num_prompt, prompt.tobytes(), known[num_prompt:].tobytes())

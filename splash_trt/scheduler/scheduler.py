@@ -320,6 +320,9 @@ class Scheduler:
                 scores.append(_logprob(result, i, p.prompt_logprobs or 0))
                 sequence.reported += 1
                 continue
+            if i in result.errors:
+                self._end(sequence, FinishReason.ERROR)
+                return TokenDelta(sequence.id, (), (), tuple(scores), FinishReason.ERROR, result.errors[i])
             sequence.tokens.append(token)
             tokens = (token,)
             if p.logprobs is not None:

@@ -28,6 +28,8 @@ class Slots:
         self.home = np.zeros(max_slots, np.int32)
         self.priority = np.zeros(max_slots, np.int64)
         self.arrival = np.zeros(max_slots, np.int64)
+        self.controlled = np.zeros(max_slots, np.bool_)
+        """Live, and its SamplingParams are `controlled`."""
         self.sequences: list[Sequence | None] = [None] * max_slots
         self._free = list(range(max_slots))
 
@@ -46,6 +48,7 @@ class Slots:
         self.limit[slot] = sequence.limit
         self.home[slot] = home
         self.priority[slot], self.arrival[slot] = sequence.request.priority, sequence.arrival
+        self.controlled[slot] = sequence.request.sampling.controlled
         self.sequences[slot] = sequence
         sequence.slot = slot
         return slot
@@ -55,6 +58,7 @@ class Slots:
         sequence = self.sequences[slot]
         assert sequence is not None and self.live[slot]
         self.live[slot] = False
+        self.controlled[slot] = False
         self.sequences[slot] = None
         sequence.slot = -1
 
