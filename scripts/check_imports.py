@@ -52,6 +52,7 @@ LAYERS = {
     "splash_trt.supervise": 6,
     "splash_trt.__main__": 6,
     "splash_trt.launch": 5,
+    "splash_trt.triton_backend": 6,
     "splash_trt.frontend": 6,
     "splash_trt.simulate": 6,
     "splash_trt.llm": 6,
@@ -76,6 +77,7 @@ TORCH_FREE = (
     "splash_trt.migration.diff",
     "splash_trt.cache.directory",
     "splash_trt.cache.placement",
+    "splash_trt.cache.page_table",
     "splash_trt.cache.pool",
 )
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from splash_trt.frontend import metrics as metrics_module
 from splash_trt.frontend import protocol
 from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.client_socket import Completion
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import ApiError, unavailable
 from splash_trt.frontend.generation import Generation
@@ -110,6 +111,20 @@ class Frontend:
         requests = self._requests(body, response_id, prompts, ready, protocol.DEFAULT_MAX_TOKENS)
         return await self._generate(http, body, requests, self._shape(CompletionShape, body, response_id))
 
+    async def completion(self, data: bytes, request_id: str) -> Completion:
+        """For local clients: the body of a completion with one prompt. ApiError says why it is refused."""
+        body = protocol.decode(data, CompletionBody)
+        ready = self._check(body)
+        prompts = await self._encode(body.prompts(), ready.max_context)
+        if len(prompts) != 1:
+            raise ApiError(f"prompt: {len(prompts)} prompts are not allowed; it must be one", param="prompt")
+        requests = self._requests(body, request_id, prompts, ready, protocol.DEFAULT_MAX_TOKENS)
+        return Completion(self._generation(body, requests), len(prompts[0]))
+
+    def token_name(self, token: int) -> str:
+        """How log-probabilities name it."""
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_name(token)
+
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         body = await self._body(http, ChatBody)
         ready = self._check(body)
@@ -196,19 +211,9 @@ class Frontend:
     async def _generate(
         self, http: web.Request, body: GenerationBody, requests: list[Request], shape: Shape
     ) -> web.StreamResponse:
-        stops = body.stops
-        tokenizer = self._tokenizer if body.wants_text else None
-        if stops and tokenizer is None:
-            raise _no_tokenizer("stop")
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options: allowed with stream true only", param="stream_options")
-        self._check_room(len(requests))
-        generation = Generation(
-            self._engine,
-            self._metrics,
-            requests,
-            lambda: Answer(None if tokenizer is None else tokenizer.detokenizer(), stops),
-        )
+        generation = self._generation(body, requests)
         self._num_streams += 1
         try:
             generation.submit()
@@ -216,6 +221,19 @@ class Frontend:
         finally:
             generation.close()
             self._num_streams -= 1
+
+    def _generation(self, body: GenerationBody, requests: list[Request]) -> Generation:
+        """To be submitted at once, as there is room for it now."""
+        stops = body.stops
+        tokenizer = self._tokenizer if body.wants_text else None
+        if stops and tokenizer is None:
+            raise _no_tokenizer("stop")
+        self._check_room(len(requests))
+
+        def answer() -> Answer:
+            return Answer(None if tokenizer is None else tokenizer.detokenizer(), stops)
+
+        return Generation(self._engine, self._metrics, requests, answer)
 
     def _check_room(self, num_requests: int) -> None:
         if self._engine.num_unstarted + num_requests > self._max_queued:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from splash_trt.frontend.app import Frontend
+from splash_trt.frontend.client_socket import ClientSocket, check_endpoint
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import engine_ended, unavailable
 from splash_trt.frontend.metrics import Metrics
@@ -56,6 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Not ready when there is work and no step completes for so long."""
     shutdown_deadline_s: float = 10.0
     """For requests under way to finish in when a signal comes; then they are cancelled."""
+    client_endpoint: str | None = None
+    """Where local clients (Triton's model) are served: ipc:///path or tcp://127.0.0.1:PORT; None: nowhere."""
     lifeline: int | None = None
     """File descriptor of a pipe's reading end; this process ends when the pipe does."""
     end_engine: bool = True
@@ -66,6 +69,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: {self.port} is not allowed; it must be from 0 to 65535")
+        if self.client_endpoint is not None:
+            check_endpoint(self.client_endpoint)
         for field in ("max_queued", "max_body_bytes", "ready_deadline_s", "shutdown_deadline_s"):
             value = getattr(self, field)
             if not value > 0:
@@ -112,6 +117,9 @@ async def run(options: Options) -> int:
         max_body_bytes=options.max_body_bytes,
         ready_deadline_s=options.ready_deadline_s,
     )
+    clients = None
+    if options.client_endpoint is not None:
+        clients = ClientSocket(options.client_endpoint, frontend, options.model_name, options.max_body_bytes)
     ending = Ending()
     loop = asyncio.get_running_loop()
     if options.lifeline is not None:
@@ -129,12 +137,16 @@ async def run(options: Options) -> int:
     ready = None
     try:
         await _listen(runner, options)
+        if clients is not None:
+            clients.start()
         ready = asyncio.create_task(_announce(engine, runner, options))
-        return await _serve(options, frontend, engine, runner, ending)
+        return await _serve(options, frontend, clients, engine, runner, ending)
     finally:
         if ready is not None:
             ready.cancel()
         await runner.cleanup()
+        if clients is not None:
+            await clients.close()
         await engine.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -173,43 +185,53 @@ async def _announce(engine: EngineClient, runner: web.AppRunner, options: Option
 
 
 async def _serve(
-    options: Options, frontend: Frontend, engine: EngineClient, runner: web.AppRunner, ending: Ending
+    options: Options,
+    frontend: Frontend,
+    clients: ClientSocket | None,
+    engine: EngineClient,
+    runner: web.AppRunner,
+    ending: Ending,
 ) -> int:
     """From the first request to the last; how it ended, as an exit code."""
     asked, lost = asyncio.create_task(ending.wait()), asyncio.create_task(engine.lost.wait())
-    waits = [asked, lost, *engine.tasks]
+    links = [*engine.tasks, *(clients.tasks if clients is not None else ())]
+    waits = [asked, lost, *links]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
         asked.cancel()
         lost.cancel()
     frontend.draining = True
+
+    def busy() -> bool:
+        return frontend.busy or (clients is not None and clients.busy)
+
     for site in runner.sites:
         await site.stop()
     if engine.lost.is_set():
         log.error("the engine ended")
-        await _until_idle(frontend, ending, LAST_WORDS_S)
+        await _until_idle(busy, ending, LAST_WORDS_S)
         return EXIT_FAILED
-    for task in engine.tasks:
+    for task in links:
         if task.done():
-            log.error("the link to the engine failed", exc_info=task.exception())
+            log.error("a link to the engine or to local clients failed", exc_info=task.exception())
             return EXIT_FAILED
     log.info("ending: %s", ending.why)
     if ending.code == 0:
-        await _until_idle(frontend, ending, options.shutdown_deadline_s, engine)
+        await _until_idle(busy, ending, options.shutdown_deadline_s, engine)
     engine.fail_all(unavailable("the server is shutting down", "shutting_down") if ending.code == 0 else engine_ended())
-    await _until_idle(frontend, ending, LAST_WORDS_S)
+    await _until_idle(busy, ending, LAST_WORDS_S)
     if options.end_engine:
         engine.shut_down_engine()
     return ending.code
 
 
 async def _until_idle(
-    frontend: Frontend, ending: Ending, deadline_s: float, engine: EngineClient | None = None
+    busy: Callable[[], bool], ending: Ending, deadline_s: float, engine: EngineClient | None = None
 ) -> None:
     """Waits for the generations under way; a second signal, or the engine's end, cuts it short."""
     end = time.monotonic() + deadline_s
-    while frontend.busy and time.monotonic() < end and ending.signals < 2:
+    while busy() and time.monotonic() < end and ending.signals < 2:
         if engine is not None and engine.lost.is_set():
             return
         await asyncio.sleep(0.02)
@@ -251,6 +273,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20, help="default: %(default)s")
     parser.add_argument("--ready-deadline", dest="ready_deadline_s", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--shutdown-deadline", dest="shutdown_deadline_s", type=float, default=10.0, metavar="SECONDS")
+    parser.add_argument("--client-endpoint", metavar="ADDRESS", help="serve local clients here, such as Triton's model")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="end when this pipe does")
     parser.add_argument("--keep-engine", dest="end_engine", action="store_false", help="leave the engine running")
     parser.add_argument("--own-socket", action="store_true", help="remove the engine's socket at the end")

@@ -1,0 +1,276 @@
+"""Completions for local programs over a socket of their own: Triton's model is the client that it is made for.
+
+A request is the body of POST /v1/completions with one prompt, and goes the way of an HTTP one: the same checks, limits,
+tokenizer and stop strings. The messages are in triton_backend/repository/protocol.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.generation import Generation
+from splash_trt.frontend.stream import ShownLogprob
+from splash_trt.triton_backend.repository import protocol
+from splash_trt.triton_backend.repository.protocol import Cancel, Event, Failure, Frames, Generate, Token, Welcome
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+FRAMES_QUEUED = 16  # messages on their way to one client; what comes after them waits here, one piece for each request
+SLOW_CLIENT_S = 0.02
+LINGER_MS = 500
+SPARE_BYTES = 1 << 16  # of a message, beside the body
+
+
+class Completions(Protocol):
+    """What the socket needs of the frontend."""
+
+    def completion(self, body: bytes, request_id: str) -> Awaitable[Completion]:
+        """ApiError says why it is refused."""
+
+    def token_name(self, token: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt, checked and encoded, not yet submitted. `generation.close` must follow."""
+
+    generation: Generation
+    num_prompt_tokens: int
+
+
+@dataclass(eq=False)
+class Job:
+    """One client's request under way. `ended`: nothing will be added to its answer any more."""
+
+    client: bytes
+    request: Generate
+    task: asyncio.Task[None] | None = None
+    completion: Completion | None = None
+    failure: Failure | None = None
+    ended: bool = False
+
+
+@dataclass
+class Client:
+    """Its requests by their ids, and those that have news for it."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    news: dict[str, Job] = field(default_factory=dict)
+    unsent: bytes | None = None
+    """A message that its queue had no room for."""
+
+
+def check_endpoint(endpoint: str) -> None:
+    """ValueError unless it is a Unix socket or a port of this machine: whoever connects is served unasked."""
+    kind, _, where = endpoint.partition("://")
+    host, _, port = where.rpartition(":")
+    if kind == "ipc" and where.startswith("/"):
+        return
+    if kind != "tcp" or host not in LOOPBACK or not port.isdecimal() or not 0 < int(port) < 65536:
+        allowed = "ipc:///path/of/socket or tcp://127.0.0.1:PORT"
+        raise ValueError(f"client_endpoint: {endpoint!r} is not allowed; it must be {allowed}")
+
+
+class ClientSocket:
+    """Serves any number of clients. One that reads slowly gets longer pieces later; one that goes away is cancelled."""
+
+    def __init__(self, endpoint: str, completions: Completions, model_name: str, max_body_bytes: int) -> None:
+        check_endpoint(endpoint)
+        self._endpoint = endpoint
+        self._completions = completions
+        self._welcome = Welcome(uuid.uuid4().hex, model_name)
+        self._max_body_bytes = max_body_bytes
+        self._clients: dict[bytes, Client] = {}
+        self._news = asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+        """They end only with `close`, or by an exception, which is a bug."""
+
+    @property
+    def busy(self) -> bool:
+        """A client has yet to be told everything of some request."""
+        return any(client.jobs or client.unsent for client in self._clients.values())
+
+    def start(self) -> None:
+        """ValueError if nothing can listen there."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be sent is dropped without a word
+        self._socket.setsockopt(zmq.SNDHWM, FRAMES_QUEUED)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_body_bytes + SPARE_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            message = f"client_endpoint: cannot listen on {self._endpoint}: {error.strerror}"
+            raise ValueError(message) from None
+        log.info("local clients are served at %s", self._endpoint)
+        self.tasks = [asyncio.create_task(act) for act in (self._receive(), self._tell(), self._watch())]
+
+    async def close(self) -> None:
+        """Requests under way are cancelled without a word: tell them before, through the engine's client."""
+        jobs = [job.task for client in self._clients.values() for job in client.jobs.values() if job.task is not None]
+        for task in (*self.tasks, *jobs):
+            task.cancel()
+        await asyncio.gather(*self.tasks, *jobs, return_exceptions=True)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=LINGER_MS)
+        self._context.term()
+
+    async def _receive(self) -> None:
+        while True:
+            name, *parts = await self._socket.recv_multipart()
+            try:
+                message = protocol.decode_to_frontend(parts[-1] if parts else b"")
+            except ValueError as error:
+                log.warning("ignored what a local client sent: %s", error)
+                continue
+            client = self._clients.setdefault(name, Client())
+            if isinstance(message, Generate):
+                self._begin(name, client, message)
+            elif isinstance(message, Cancel):
+                job = client.jobs.get(message.id)
+                if job is not None:
+                    self._forget(client, job)
+            else:
+                await self._welcome_client(name)
+            # A receive that need not wait does not yield.
+            await asyncio.sleep(0)
+
+    def _begin(self, name: bytes, client: Client, request: Generate) -> None:
+        if request.id in client.jobs:
+            log.warning("ignored a request of a local client under the id of another: %s", request.id)
+            return
+        job = client.jobs[request.id] = Job(name, request)
+        job.task = asyncio.create_task(self._serve(job))
+
+    async def _serve(self, job: Job) -> None:
+        """One request, from its body to its answer's end."""
+        deadline_s = job.request.deadline_s
+        try:
+            await asyncio.wait_for(self._generate(job), deadline_s)
+        except ApiError as error:
+            job.failure = Failure(error.status, error.message, error.param)
+        except asyncio.TimeoutError:
+            job.failure = Failure(504, f"timeout: not complete within {deadline_s:g} s")
+        except Exception:
+            log.exception("a local client's request failed")
+            job.failure = Failure(500, "the server failed; its log says why")
+        job.ended = True
+        self._mark(job)
+
+    async def _generate(self, job: Job) -> None:
+        if len(job.request.body) > self._max_body_bytes:
+            raise ApiError(f"body: at most {self._max_body_bytes} bytes are allowed", status=413)
+        completion = await self._completions.completion(job.request.body, uuid.uuid4().hex)
+        generation = completion.generation
+        try:
+            job.completion = completion
+            generation.submit()
+            async for _ in generation.run():
+                if job.request.stream:
+                    self._mark(job)
+        finally:
+            generation.close()
+
+    def _mark(self, job: Job) -> None:
+        client = self._clients.get(job.client)
+        if client is not None and client.jobs.get(job.request.id) is job:
+            client.news[job.request.id] = job
+            self._news.set()
+
+    async def _tell(self) -> None:
+        """All that is new to a client goes in one message; what it cannot take yet grows meanwhile."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for name, client in list(self._clients.items()):
+                if client.unsent is None and client.news:
+                    client.unsent = protocol.encode(self._frames(client))
+                if client.unsent is not None:
+                    await self._send_unsent(name, client)
+            if any(client.unsent is not None for client in self._clients.values()):
+                await asyncio.sleep(SLOW_CLIENT_S)
+                self._news.set()
+
+    def _frames(self, client: Client) -> Frames:
+        news, client.news = client.news, {}
+        for request_id, job in news.items():
+            if job.ended:
+                del client.jobs[request_id]
+        return Frames(self._welcome.incarnation, tuple(self._event(job) for job in news.values()))
+
+    async def _send_unsent(self, name: bytes, client: Client) -> None:
+        assert client.unsent is not None
+        try:
+            await self._socket.send_multipart([name, client.unsent], zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        except zmq.ZMQError as error:
+            self._gone(name, error)
+        client.unsent = None
+
+    def _event(self, job: Job) -> Event:
+        completion, failure = job.completion, job.failure
+        if completion is None:
+            return Event(job.request.id, failure=failure)
+        piece = completion.generation.answers[0].take()
+        return Event(
+            job.request.id,
+            text=piece.text,
+            num_tokens=len(piece.tokens),
+            logprobs=tuple(self._token(shown) for shown in piece.logprobs),
+            num_prompt_tokens=completion.num_prompt_tokens,
+            # It may be known before its task has ended.
+            finish=completion.generation.answers[0].finish if job.ended else None,
+            failure=failure,
+        )
+
+    def _token(self, shown: ShownLogprob) -> Token:
+        known, name = shown.logprob, self._completions.token_name
+        top = tuple((token, name(token), logprob) for token, logprob in known.top)
+        return Token(known.token, name(known.token), known.logprob, top)
+
+    async def _watch(self) -> None:
+        """ZeroMQ does not say which client went away: all are spoken to, which fails for that one."""
+        while True:
+            await recv_monitor_message(self._monitor)
+            for name in list(self._clients):
+                await self._welcome_client(name)
+
+    async def _welcome_client(self, name: bytes) -> None:
+        try:
+            await self._socket.send_multipart([name, protocol.encode(self._welcome)], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # it is there, and has much to read
+        except zmq.ZMQError as error:
+            self._gone(name, error)
+
+    def _gone(self, name: bytes, error: zmq.ZMQError) -> None:
+        """Nobody will read what its requests generate."""
+        if error.errno != zmq.EHOSTUNREACH:
+            raise error
+        client = self._clients.pop(name, Client())
+        for job in list(client.jobs.values()):
+            self._forget(client, job)
+
+    def _forget(self, client: Client, job: Job) -> None:
+        del client.jobs[job.request.id]
+        client.news.pop(job.request.id, None)
+        if job.task is not None:
+            job.task.cancel()

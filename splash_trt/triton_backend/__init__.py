@@ -1,0 +1,1 @@
+"""Triton Inference Server in front of a running frontend: a model repository, and the program that it runs."""
