@@ -85,6 +85,8 @@ def inspect(engine: Path) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
               help="0: any free one; the log says which.")  # fmt: skip
 @click.option("--name", help="The model's name in the API; default: the folder's.")
+@click.option("--client-endpoint", metavar="ADDRESS",
+              help="Serve Triton's model here: ipc:///path or tcp://127.0.0.1:PORT.")  # fmt: skip
 def serve(ranks: int | None, **fields: Any) -> None:
     """Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun."""
     options = ServeOptions(ranks=ranks or environment.mpi_size(), **fields)

@@ -28,6 +28,7 @@ from splash_trt.dist.control import Kind
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
+from splash_trt.frontend.client_socket import check_endpoint
 from splash_trt.frontend.main import Options as FrontendOptions
 from splash_trt.frontend.main import check_port
 from splash_trt.frontend.tokenizer import Tokenizer
@@ -69,6 +70,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     name: str | None = None
     """What /v1/models calls the model; None: the folder's name."""
+    client_endpoint: str | None = None
+    """Where local clients are served, such as Triton's model."""
 
     @property
     def folder(self) -> Path:
@@ -85,6 +88,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         started = environment.mpi_size()
         if environment.under_mpirun() and self.ranks != started:
             raise ValueError(f"--ranks: {self.ranks} asked for, but mpirun starts {started}; leave it out")
+        if self.client_endpoint is not None:
+            check_endpoint(self.client_endpoint)
 
 
 def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
@@ -136,6 +141,7 @@ class OwnFrontend:
         flags = ["--engine", http.engine, "--model-name", http.model_name, "--own-socket"]
         flags += ["--host", http.host, "--port", str(http.port)]
         flags += ["--tokenizer", http.tokenizer] if http.tokenizer else []
+        flags += ["--client-endpoint", http.client_endpoint] if http.client_endpoint else []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "splash_trt.frontend.main", *flags, "--lifeline", "0"],
             stdin=subprocess.PIPE,
@@ -198,6 +204,7 @@ def frontend_options(options: ServeOptions, link_address: str) -> FrontendOption
         tokenizer=None if tokenizer is None else str(tokenizer),
         host=options.host,
         port=options.port,
+        client_endpoint=options.client_endpoint,
     )
 
 
