@@ -17,9 +17,12 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.correction import Correction
 from splash_trt.scheduler.device import KINDS, Device
-from splash_trt.scheduler.work import LayoutWork, matrix
+from splash_trt.scheduler.work import EXPERT_LOOP, LayoutWork, Operation
 
 PREFILL_ONLY = ("expand_kv", "mla_prefill", "mla_sparse", "context_rows", "index_choices")
+_KIND_OF = {"collective_s": "collective", "operation_s": "operation", "expert_s": "operation", "step_s": "step"}
+SHARES = (*(kind for kind in KINDS if kind not in ("operation", "step")), *_KIND_OF)
+"""What a step's time is a sum of, as far as calibration can tell it apart."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,21 @@ class CostModel:
     def parts(self, batch: Batch) -> dict[str, float]:
         """Seconds by kind (device.KINDS); their sum is step_s without corrections."""
         out = dict.fromkeys(KINDS, 0.0)
+        for name, seconds in self.shares(batch).items():
+            out[_KIND_OF.get(name, name)] += seconds
+        return out
+
+    def shares(self, batch: Batch) -> dict[str, float]:
+        """Seconds by what they are proportional to: the kinds whose factors scale work, and the device's own times."""
+        out = dict.fromkeys(SHARES, 0.0)
         out["copies"] = batch.moved_bytes * self._copy_s
         if batch.num_tokens:
+            operations = {op.name: op for op in self.work[batch.layout].operations}
             for name, (ideal, launches) in self.by_operation(batch).items():
-                kind = self._kinds[batch.layout][name]
-                out[kind] += ideal
-                out[kind if kind in ("collective", "step") else "operation"] += launches
+                op = operations[name]
+                if ideal:
+                    out[op.kind] += ideal
+                out[_launch_time(op)] += launches
         return out
 
     def by_operation(self, batch: Batch) -> dict[str, tuple[float, float]]:
@@ -73,10 +85,8 @@ class CostModel:
         ideal, launches = rates.seconds(self.work[batch.layout].quantities.of(batch))
         weights = rates.segments.T @ self._weights(rates.segments @ (ideal + launches))
         names = [op.name for op in self.work[batch.layout].operations]
-        return dict(
-            zip(names, zip((ideal * weights).sum(1).tolist(), (launches * weights).sum(1).tolist(), strict=True),
-                strict=True)
-        )  # fmt: skip
+        seconds = zip((ideal * weights).sum(1).tolist(), (launches * weights).sum(1).tolist(), strict=True)
+        return dict(zip(names, seconds, strict=True))
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """A step of this batch took so long: predictions to come follow, slowly."""
@@ -104,29 +114,23 @@ class CostModel:
         crowded = segments.mean(1) * shared > segments.max(1)
         return np.where(crowded[:, None], shared / ranks, slowest)
 
-    @property
-    def _kinds(self) -> dict[Layout, dict[str, str]]:
-        return {layout: {op.name: op.kind for op in work.operations} for layout, work in self.work.items()}
-
     def _rates_of(self, work: LayoutWork, prefill: bool) -> _Rates:
         device = self.device
         kept = [i for i, op in enumerate(work.operations) if prefill or op.name not in PREFILL_ONLY]
-        latency = device.collective_s + device.collective_hop_s * max(self._ranks - 2, 0)
+        times = {
+            "collective_s": device.collective_s + device.collective_hop_s * max(self._ranks - 2, 0),
+            "operation_s": device.operation_s * device.factors.get("operation", 1.0),
+            "expert_s": device.expert_s,
+            "step_s": device.step_s * device.factors.get("step", 1.0),
+        }
         arithmetic, memory, launches = [], [], []
         for i in kept:
             op = work.operations[i]
             factor = device.factors.get(op.kind, 1.0)
-            launch_s = device.operation_s * device.factors.get("operation", 1.0)
-            rate = device.memory_bytes_s
-            if op.kind == "collective":
-                launch_s, rate = latency, device.link_bytes_s
-            elif op.kind == "step":
-                launch_s = device.step_s * factor
+            rate = device.link_bytes_s if op.kind == "collective" else device.memory_bytes_s
             arithmetic.append(work.flops[i] * (factor / self._flops(op.format)))
             memory.append(work.bytes[i] * (factor / rate))
-            launches.append(work.launches[i] * launch_s)
-            if op.kind == "experts":
-                launches[-1] += matrix([{"touched": device.expert_s * op.layers}])[0]
+            launches.append(work.launches[i] * times[_launch_time(op)])
         names = list(dict.fromkeys(work.operations[i].segment for i in kept))
         segments = np.zeros((len(names), len(kept)))
         for column, i in enumerate(kept):
@@ -143,6 +147,13 @@ class CostModel:
                 "description or use another format"
             )
         return rate
+
+
+def _launch_time(op: Operation) -> str:
+    """The device's time for one of the operation's launches."""
+    if op.name == EXPERT_LOOP:
+        return "expert_s"
+    return f"{op.kind}_s" if op.kind in ("collective", "step") else "operation_s"
 
 
 def _has_prefill(batch: Batch) -> bool:

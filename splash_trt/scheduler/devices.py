@@ -42,7 +42,7 @@ _FACTORS_ORIGIN = (
     "graph: of vLLM's 5.65 ms a token for GLM-4.7-Flash (47 layers, one request, two ranks) 1.55 are bytes and "
     "all-reduces, and the other 4.1 spread over 40 to 50 kernels a layer (an estimate) are 1.75 to 2.2 us each. "
     "Attention kernels reach 0.8 of the rate of products, as FlashMLA (660 of 785 TFLOP/s) and FlashAttention-3 (640) "
-    "are published for Hopper. A step's own time is an assumption: 150 us for a graph's launch and the hand-over of ids."
+    "are published for Hopper. A step's own time is an assumption: 150 us for a graph's launch and handing ids over."
 )
 
 

@@ -36,6 +36,8 @@ BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "fp8": 1 + 4 / 128**2}
 """Of one number of a weight; fp8 with its share of a block's scale."""
 WIDE = 4
 """Bytes of a number of partial results, at least."""
+EXPERT_LOOP = "expert_loop"
+"""The operation whose launches are touched experts, for a runtime that has them one after the other."""
 SAMPLER_PASSES = 8
 """Times that a shard's logits are read or written for one sampled position: noise, filter, choice, log-probability."""
 SAMPLER_COLUMNS = 5
@@ -49,8 +51,6 @@ class Operation:
     name: str
     kind: str
     """Of device.KINDS."""
-    layers: int
-    """In so many layers."""
     segment: str
     """What ranks do between two meetings; a collective is one of its own."""
     format: str = ""
@@ -153,7 +153,7 @@ class _Table:
 
         self.out.append(
             Operation(
-                name=name, kind=kind, layers=layers, segment=segment, format=format,
+                name=name, kind=kind, segment=segment, format=format,
                 flops=scaled(flops), bytes=scaled(bytes), launches=scaled(launches),
             )
         )  # fmt: skip
@@ -320,6 +320,7 @@ class _Table:
                 flops={"all": 2 * numbers * each},
                 bytes={"touched": numbers * BYTES[self.weights], "all": each * kept * self.item},
             )  # fmt: skip
+            self._add(EXPERT_LOOP, "operation", "mlp", moe, {"touched": 1})
             if experts.shared_intermediate_size:
                 self._gated("shared_mlp", moe, experts.shared_intermediate_size)
         self._sum("mlp_sum", layers)
