@@ -33,7 +33,7 @@ def compact(directory: Directory, rank: int, limit: int, budget_pages: int, *, s
         for index in np.flatnonzero(column >= limit).tolist():
             if len(moved) == budget_pages or not pool.num_free:
                 return moved
-            page = pool.allocate(1)[0]
+            page = int(pool.allocate(1)[0])
             if page >= limit:  # lowest first: no free page below the limit is left
                 pool.free([page])
                 return moved

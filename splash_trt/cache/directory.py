@@ -15,36 +15,52 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splash_trt.cache.page_table import NO_TARGET, PageTable
 from splash_trt.cache.placement import Placement
 from splash_trt.cache.pool import PagePool
+from splash_trt.layout.spec import PlacementKind
 from splash_trt.plan import NO_PAGE
 
 
 @dataclass
 class Entry:
-    """One request's pages: pages[i, n] is the id of page i on rank n, NO_PAGE where rank n does not hold it."""
+    """One request's pages: [i, n] is the id of page i on rank n, NO_PAGE where rank n does not hold it."""
 
     placement: Placement
-    pages: np.ndarray  # [capacity, N] int32, of which num_pages rows count
-    num_pages: int = 0
+    index: int
+    """Names it in calls for many requests at once, until it is closed."""
+    _tables: PageTable
     target: Placement | None = None
-    target_pages: np.ndarray | None = None  # like pages, while there is a target
+
+    @property
+    def num_pages(self) -> int:
+        return int(self._tables.num_pages[self.index])
 
     @property
     def table(self) -> np.ndarray:
-        return self.pages[: self.num_pages]
+        """[num_pages, N] int32, a copy."""
+        return self._tables.pages(self.index)
 
     @property
     def target_table(self) -> np.ndarray:
-        assert self.target_pages is not None
-        return self.target_pages[: self.num_pages]
+        """[num_pages, N] int32, a copy; only while there is a target."""
+        assert self.target is not None
+        return self._tables.target_pages(self.index)
 
-    def held(self, rank: int) -> set[int]:
-        """Every page of `rank` that this request has, under either placement."""
-        ids = set(self.table[:, rank].tolist())
+    def page(self, page_index: int, rank: int) -> int:
+        """One entry of `table`."""
+        return self._tables.page(self.index, page_index, rank)
+
+    def target_page(self, page_index: int, rank: int) -> int:
+        """One entry of `target_table`."""
+        return self._tables.target_page(self.index, page_index, rank)
+
+    def held(self, rank: int) -> np.ndarray:
+        """Every page of `rank` that this request has, under either placement, each once."""
+        pages = self.table[:, rank]
         if self.target is not None:
-            ids |= set(self.target_table[:, rank].tolist())
-        return ids - {NO_PAGE}
+            pages = np.union1d(pages, self.target_table[:, rank])
+        return pages[pages != NO_PAGE]
 
 
 @dataclass(frozen=True)
@@ -53,14 +69,12 @@ class Leaving:
 
     step: int
     rank: int
-    pages: tuple[int, ...]
-    highest: int
-    """The largest of `pages`."""
+    pages: np.ndarray
 
 
 @dataclass(frozen=True)
 class Added:
-    """Pages that a request got. Each [C, 3] int32: rank, page index, page id."""
+    """Pages that requests got. Each [C, 4] int32: rank, which request of the call, page index, page id."""
 
     tables: np.ndarray
     target_tables: np.ndarray
@@ -72,6 +86,8 @@ class Directory:
     def __init__(self, limits: Sequence[int]) -> None:
         self.pools = [PagePool(limit) for limit in limits]
         self._entries: dict[str, Entry] = {}
+        self._tables = PageTable(len(limits))
+        self._num_targets = 0
         self._leaving: deque[Leaving] = deque()
 
     @property
@@ -97,15 +113,9 @@ class Directory:
 
     def leaving_pages(self) -> np.ndarray:
         """[N] int64: pages below their pool's limit that come free when the plans in flight have completed."""
-        return self._leaving_below(self.limits())
-
-    def _leaving_below(self, bounds: np.ndarray) -> np.ndarray:
-        """[N] int64: leaving pages of each rank with ids below bounds [N]."""
         total = np.zeros(self.num_ranks, np.int64)
         for leaving in self._leaving:
-            bound = int(bounds[leaving.rank])
-            whole = leaving.highest < bound
-            total[leaving.rank] += len(leaving.pages) if whole else sum(page < bound for page in leaving.pages)
+            total[leaving.rank] += np.count_nonzero(leaving.pages < self.pools[leaving.rank].limit)
         return total
 
     def _all_leaving(self) -> np.ndarray:
@@ -122,8 +132,8 @@ class Directory:
             pool.set_limit(limit)
             if step and limit > before:
                 free = pool.allocate(pool.num_free)
-                pool.free([page for page in free if page < before])
-                self._leave(rank, tuple(page for page in free if page >= before), step)
+                pool.free(free[free < before])
+                self._leave(rank, free[free >= before], step)
 
     def live_pages(self) -> np.ndarray:
         """[N] int64: pages that requests hold, those that are leaving not counted."""
@@ -158,48 +168,77 @@ class Directory:
         here = placement.holders(first_page, count, self.num_ranks)
         return (here | target.holders(first_page, count, self.num_ranks)).sum(axis=0)
 
-    def open(self, request_id: str, placement: Placement, target: Placement | None = None) -> None:
+    def open(self, request_id: str, placement: Placement, target: Placement | None = None) -> Entry:
         assert request_id not in self._entries, request_id
-        entry = Entry(placement, np.full((4, self.num_ranks), NO_PAGE, np.int32), target=target)
+        tables = self._tables
+        entry = Entry(placement, tables.open(), tables)
+        tables.kind[entry.index], tables.home[entry.index] = placement.kind, placement.home
         if target is not None:
-            entry.target_pages = entry.pages.copy()
+            self._aim(entry, target)
         self._entries[request_id] = entry
+        return entry
+
+    def _aim(self, entry: Entry, target: Placement | None) -> None:
+        self._num_targets += (target is not None) - (entry.target is not None)
+        entry.target = target
+        self._tables.target_kind[entry.index] = NO_TARGET if target is None else target.kind
+        self._tables.target_home[entry.index] = 0 if target is None else target.home
 
     def grow(self, request_id: str, count: int) -> Added:
         """Add `count` pages to a request; every rank must have room (see needed)."""
         entry = self._entries[request_id]
-        first, last = entry.num_pages, entry.num_pages + count
-        entry.pages = _enlarged(entry.pages, first, last)
-        held = entry.placement.holders(first, count, self.num_ranks)
-        self._allocate(entry.pages, first, held)
-        entry.num_pages = last
-        wanted = np.zeros_like(held)
-        if entry.target is not None:
-            assert entry.target_pages is not None
-            entry.target_pages = _enlarged(entry.target_pages, first, last)
-            wanted = entry.target.holders(first, count, self.num_ranks)
-            self._allocate(entry.target_pages, first, wanted & ~held)
+        first = entry.num_pages
+        return self._grow(np.full(count, entry.index), np.arange(first, first + count), np.zeros(count, np.int64))
+
+    def with_room(self, index: np.ndarray) -> int:
+        """How many of the requests `index` [n] can grow by one page each, counted from the first on."""
+        held, wanted = self._next_holders(index, self._tables.num_pages[index])
+        need = held if wanted is None else held | wanted
+        free = self.free_pages()
+        if (need.sum(axis=0) <= free).all():
+            return len(index)
+        return int(np.argmin((np.cumsum(need, axis=0) <= free).all(axis=1)))
+
+    def grow_each(self, index: np.ndarray) -> Added:
+        """Add one page to each of the requests `index` [n]; every rank must have room (see with_room)."""
+        return self._grow(index, self._tables.num_pages[index], np.arange(len(index)))
+
+    def _grow(self, index: np.ndarray, page: np.ndarray, which: np.ndarray) -> Added:
+        """Pages numbered `page` [n] of requests `index` [n]; `which` [n] names these in what is returned."""
+        held, wanted = self._next_holders(index, page)
+        pages, targets = self._allocate(held), None
+        if wanted is not None:
+            targets = self._allocate(wanted & ~held)
             stays = wanted & held
-            entry.target_pages[first:last][stays] = entry.pages[first:last][stays]
-        return Added(
-            _changes(entry.pages, first, held),
-            _changes(entry.pages if entry.target_pages is None else entry.target_pages, first, wanted),
-        )
+            targets[stays] = pages[stays]
+        if len(index):
+            self._tables.append(index, page, pages, targets)
+        none = np.zeros((0, 4), np.int32)
+        return Added(_changes(pages, which, page), none if targets is None else _changes(targets, which, page))
+
+    def _next_holders(self, index: np.ndarray, page: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """[n, N] bool: which ranks hold pages `page` [n] of requests `index` [n], by placement and by target."""
+        t = self._tables
+        held = _holders(t.kind[index], t.home[index], page, self.num_ranks)
+        if not self._num_targets:
+            return held, None
+        return held, _holders(t.target_kind[index], t.target_home[index], page, self.num_ranks)
 
     def retarget(self, request_id: str, target: Placement) -> np.ndarray:
         """Give a request a second placement; pages it lacks there are allocated, so every rank must have room.
 
-        Returns [C, 3] int32: rank, page index, page id of all its target pages.
+        Returns [C, 4] int32, as in Added, of all its target pages.
         """
         entry = self._entries[request_id]
         assert entry.target is None, request_id
         held = entry.placement.holders(0, entry.num_pages, self.num_ranks)
         wanted = target.holders(0, entry.num_pages, self.num_ranks)
-        entry.target, entry.target_pages = target, np.full_like(entry.pages, NO_PAGE)
-        self._allocate(entry.target_pages, 0, wanted & ~held)
-        stays = np.flatnonzero(wanted & held)
-        entry.target_table.flat[stays] = entry.table.flat[stays]
-        return _changes(entry.target_pages, 0, wanted)
+        self._aim(entry, target)
+        pages = self._allocate(wanted & ~held)
+        stays = wanted & held
+        pages[stays] = entry.table[stays]
+        self._tables.set_target_pages(entry.index, pages)
+        return _changes(pages, np.zeros(len(pages), np.int64), np.arange(len(pages)))
 
     def commit(self, request_id: str, *, step: int) -> None:
         """The target becomes the placement; other pages leave after plan `step`, the last that names them."""
@@ -211,14 +250,16 @@ class Directory:
 
     def _settle(self, request_id: str, *, keep_target: bool, step: int) -> None:
         entry = self._entries[request_id]
-        assert entry.target is not None and entry.target_pages is not None, request_id
-        kept, lost = (entry.target_table, entry.table) if keep_target else (entry.table, entry.target_table)
+        assert entry.target is not None, request_id
+        kept, lost = entry.table, entry.target_table
+        if keep_target:
+            kept, lost = lost, kept
+            entry.placement = entry.target
+            self._tables.commit(entry.index)
         gone = (lost != NO_PAGE) & (kept != lost)
         for rank in range(self.num_ranks):
-            self._leave(rank, tuple(lost[gone[:, rank], rank].tolist()), step)
-        if keep_target:
-            entry.placement, entry.pages = entry.target, entry.target_pages
-        entry.target = entry.target_pages = None
+            self._leave(rank, lost[gone[:, rank], rank], step)
+        self._aim(entry, None)
 
     def replace(self, request_id: str, rank: int, page_index: int, page: int, *, step: int) -> bool:
         """Point to another physical page, already allocated by the caller; the old one leaves after plan `step`.
@@ -226,38 +267,45 @@ class Directory:
         Where the target shared the old page it shares the new one; returns whether it does.
         """
         entry = self._entries[request_id]
-        old = int(entry.pages[page_index, rank])
-        entry.pages[page_index, rank] = page
-        shared = entry.target_pages is not None and int(entry.target_pages[page_index, rank]) == old
-        if shared and entry.target_pages is not None:
-            entry.target_pages[page_index, rank] = page
-        self._leave(rank, (old,), step)
+        old = entry.page(page_index, rank)
+        self._tables.set_page(entry.index, page_index, rank, page)
+        shared = entry.target is not None and entry.target_page(page_index, rank) == old
+        if shared:
+            self._tables.set_target_page(entry.index, page_index, rank, page)
+        self._leave(rank, np.array([old]), step)
         return shared
 
     def close(self, request_id: str, *, step: int) -> None:
         """Forget a request; its pages are free once plan `step`, the last one sent, has completed."""
         entry = self._entries.pop(request_id)
-        for rank in range(self.num_ranks):
-            self._leave(rank, tuple(sorted(entry.held(rank))), step)
+        alone = entry.target is None and entry.placement.kind is PlacementKind.OWNED
+        for rank in [entry.placement.home] if alone else range(self.num_ranks):
+            self._leave(rank, entry.held(rank), step)
+        self._aim(entry, None)
+        self._tables.close(entry.index)
 
-    def _allocate(self, pages: np.ndarray, first: int, wanted: np.ndarray) -> None:
-        """Fill pages[first + i, n] with a new page of rank n wherever wanted[i, n]."""
-        for rank, pool in enumerate(self.pools):
-            mine = first + np.flatnonzero(wanted[:, rank])
-            pages[mine, rank] = pool.allocate(len(mine))
+    def _allocate(self, wanted: np.ndarray) -> np.ndarray:
+        """[n, N] int32: a new page of rank n wherever wanted[i, n], NO_PAGE elsewhere."""
+        pages = np.full(wanted.shape, NO_PAGE, np.int32)
+        counts = np.count_nonzero(wanted, axis=0)
+        for rank in np.flatnonzero(counts).tolist():
+            pages[wanted[:, rank], rank] = self.pools[rank].allocate(int(counts[rank]))
+        return pages
 
-    def _leave(self, rank: int, pages: tuple[int, ...], step: int) -> None:
-        if pages:
-            self._leaving.append(Leaving(step, rank, pages, max(pages)))
+    def _leave(self, rank: int, pages: np.ndarray, step: int) -> None:
+        if len(pages):
+            self._leaving.append(Leaving(step, rank, pages))
 
     def completed(self, step: int) -> None:
         """Plan `step` and all before it have completed on all ranks."""
         while self._leaving and self._leaving[0].step <= step:
             leaving = self._leaving.popleft()
-            self.pools[leaving.rank].free(list(leaving.pages))
+            self.pools[leaving.rank].free(leaving.pages)
 
     def check(self) -> None:
         """Pools balance, and what they hold is what entries and leaving pages say, each page exactly once."""
+        self._tables.check([entry.index for entry in self._entries.values()])
+        assert self._num_targets == sum(entry.target is not None for entry in self._entries.values())
         held: list[list[int]] = [[] for _ in self.pools]
         for entry in self._entries.values():
             expected = entry.placement.holders(0, entry.num_pages, self.num_ranks)
@@ -268,24 +316,27 @@ class Directory:
                 shared = expected & wanted
                 assert (entry.table == entry.target_table)[shared].all(), "a page that stays has two copies"
             for rank in range(self.num_ranks):
-                held[rank] += entry.held(rank)
+                held[rank] += entry.held(rank).tolist()
         for leaving in self._leaving:
-            held[leaving.rank] += leaving.pages
+            held[leaving.rank] += leaving.pages.tolist()
         for rank, pool in enumerate(self.pools):
             pool.check()
             assert len(held[rank]) == len(set(held[rank])), f"rank {rank}: a page has two users"
             assert len(held[rank]) == pool.num_held, f"rank {rank}: {pool.num_held} held, {len(held[rank])} in use"
 
 
-def _enlarged(pages: np.ndarray, used: int, needed: int) -> np.ndarray:
-    if needed <= len(pages):
-        return pages
-    grown = np.full((max(needed, 2 * len(pages)), pages.shape[1]), NO_PAGE, np.int32)
-    grown[:used] = pages[:used]
-    return grown
+def _holders(kind: np.ndarray, home: np.ndarray, page: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[n, N] bool: what Placement.holders says of page `page` [n] of placements of `kind` and `home` [n]."""
+    rank = np.where(kind == PlacementKind.STRIPED, home + page, home) % num_ranks
+    mask = rank[:, None] == np.arange(num_ranks)
+    mask[kind == PlacementKind.REPLICATED] = True
+    mask[kind == NO_TARGET] = False
+    return mask
 
 
-def _changes(pages: np.ndarray, first: int, mask: np.ndarray) -> np.ndarray:
-    """[C, 3] int32: rank, page index, page id of pages[first + i, n] wherever mask[i, n]."""
-    index, rank = np.nonzero(mask)
-    return np.stack([rank, first + index, pages[first + index, rank]], axis=1).astype(np.int32)
+def _changes(pages: np.ndarray, which: np.ndarray, page: np.ndarray) -> np.ndarray:
+    """[C, 4] int32, as in Added, of every page id in pages [n, N]."""
+    row, rank = np.nonzero(pages != NO_PAGE)
+    out = np.empty((len(row), 4), np.int32)
+    out[:, 0], out[:, 1], out[:, 2], out[:, 3] = rank, which[row], page[row], pages[row, rank]
+    return out

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+GONE, FREE, HELD = 0, 1, 2  # a page's state; GONE: at or above the limit and not held
 
 
 class PagePool:
@@ -13,52 +17,58 @@ class PagePool:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._free = list(range(limit))  # sorted, hence a heap
-        self._held: set[int] = set()
-
-    @property
-    def limit(self) -> int:
-        return self._limit
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
+        self._states = np.full(limit, FREE, np.uint8)
+        self._lowest = 0  # no page below is free
+        self.limit = limit
+        self.num_free = limit
+        self.num_held = 0
 
     def held_from(self, page: int) -> list[int]:
         """Held pages with ids at or above `page`, ascending."""
-        return sorted(p for p in self._held if p >= page)
+        return (np.flatnonzero(self._states[page:] == HELD) + page).tolist()
 
-    def allocate(self, count: int) -> list[int]:
-        """The `count` lowest free pages; the caller has checked num_free."""
-        assert 0 <= count <= len(self._free), (count, len(self._free))
-        pages = [heapq.heappop(self._free) for _ in range(count)]
-        self._held.update(pages)
+    def allocate(self, count: int) -> np.ndarray:
+        """[count] int64: the lowest free pages, ascending; the caller has checked num_free."""
+        assert 0 <= count <= self.num_free, (count, self.num_free)
+        width = 2 * count + 64
+        while len(found := np.flatnonzero(self._states[self._lowest : self._lowest + width] == FREE)) < count:
+            width *= 4
+        pages = found[:count] + self._lowest
+        self._states[pages] = HELD
+        if count:
+            self._lowest = int(pages[-1]) + 1
+        self.num_free -= count
+        self.num_held += count
         return pages
 
-    def free(self, pages: list[int]) -> None:
-        for page in pages:
-            self._held.remove(page)  # KeyError: freed twice, a bug
-            if page < self._limit:
-                heapq.heappush(self._free, page)
+    def free(self, pages: Sequence[int] | np.ndarray) -> None:
+        """Pages that are held, each once, come back."""
+        ids = np.asarray(pages, np.int64)
+        if len(ids) == 0:
+            return
+        assert (self._states[ids] == HELD).all(), f"freed, but not held: {ids[self._states[ids] != HELD]}"
+        below = ids < self.limit
+        self._states[ids] = np.where(below, FREE, GONE)
+        self._lowest = min(self._lowest, int(ids.min()))
+        self.num_free += int(np.count_nonzero(below))
+        self.num_held -= len(ids)
 
     def set_limit(self, limit: int) -> None:
         """Lower the limit (free pages above it are gone at once) or raise it (new pages are free)."""
-        if limit < self._limit:
-            self._free = [p for p in self._free if p < limit]
-        else:
-            self._free += [p for p in range(self._limit, limit) if p not in self._held]
-        heapq.heapify(self._free)
-        self._limit = limit
+        if limit > len(self._states):
+            self._states = np.append(self._states, np.full(limit - len(self._states), GONE, np.uint8))
+        low, high = sorted((limit, self.limit))
+        part = self._states[low:high]
+        part[part != HELD] = FREE if limit > self.limit else GONE
+        self.limit = limit
+        self.num_free = int(np.count_nonzero(self._states == FREE))
+        self._lowest = 0
 
     def check(self) -> None:
-        """Free and held pages are disjoint and together are all there are below the limit."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
-        assert not free & self._held, f"free and held at once: {sorted(free & self._held)}"
-        below = free | {p for p in self._held if p < self._limit}
-        assert below == set(range(self._limit)), f"{self._limit - len(below)} pages are neither free nor held"
+        """Every page below the limit is free or held, none above it is free, and the counts are right."""
+        below, above = self._states[: self.limit], self._states[self.limit :]
+        assert (below != GONE).all(), f"{np.count_nonzero(below == GONE)} pages are neither free nor held"
+        assert (above != FREE).all(), f"{np.count_nonzero(above == FREE)} pages at or above the limit are free"
+        assert not (self._states[: self._lowest] == FREE).any(), "a page is free below the lowest free one"
+        counts = (np.count_nonzero(self._states == FREE), np.count_nonzero(self._states == HELD))
+        assert counts == (self.num_free, self.num_held), (counts, self.num_free, self.num_held)

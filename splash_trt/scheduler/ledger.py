@@ -6,12 +6,13 @@ that what the next plan carries is always what the directory says.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from splash_trt.cache.compaction import compact
-from splash_trt.cache.directory import Directory, Entry
+from splash_trt.cache.directory import Added, Directory, Entry
 from splash_trt.cache.placement import Placement
 from splash_trt.scheduler.sequence import Sequence
 from splash_trt.scheduler.slots import Slots
@@ -37,16 +38,16 @@ class Ledger:
         """[N]: running requests by home."""
         self._page_tokens = page_tokens
         self._changes = Changes()
-        self._closed: list[tuple[int, int]] = []  # (last plan that may name it, slot)
+        self._closed: deque[tuple[int, int]] = deque()  # (last plan that may name it, slot), in the plans' order
 
     def open(self, sequence: Sequence, placement: Placement, target: Placement | None, num_pages: int) -> None:
         """A slot and pages for a request that has none; there must be room."""
-        slot = self.slots.open(sequence, placement.home, num_pages)
+        entry = self.directory.open(sequence.id, placement, target)
+        slot = self.slots.open(sequence, placement.home, entry.index)
         self.running_at[placement.home] += 1
-        self.directory.open(sequence.id, placement, target)
-        self._grow(sequence, num_pages)
+        self._told(self.directory.grow(sequence.id, num_pages), np.array([slot]))
+        self.slots.pages[slot] = num_pages
         self._changes.opened.append(sequence)
-        assert self.slots.sequences[slot] is sequence
 
     def entry(self, slot: int) -> Entry:
         """The pages of a live slot's request."""
@@ -57,18 +58,23 @@ class Ledger:
         need = self.directory.needed(self.slots.sequence(slot).id, 1)
         return np.maximum(need - self.directory.free_pages(), 0)
 
-    def grow(self, slot: int) -> bool:
-        """One more page, if every rank that has to hold it has one free."""
-        if self.shortfall(slot).any():
-            return False
-        self._grow(self.slots.sequence(slot), 1)
-        self.slots.pages[slot] += 1
-        return True
+    def grow(self, slots: np.ndarray) -> int:
+        """One more page for each of these slots [n] from the first on, until some rank has none left; how many."""
+        count = self.directory.with_room(self.slots.entry[slots])
+        if count:
+            slots = slots[:count]
+            self._told(self.directory.grow_each(self.slots.entry[slots]), slots)
+            self.slots.pages[slots] += 1
+        return count
 
-    def _grow(self, sequence: Sequence, count: int) -> None:
-        added = self.directory.grow(sequence.id, count)
-        self._changes.tables.append(_with_slot(added.tables, sequence.slot))
-        self._changes.target_tables.append(_with_slot(added.target_tables, sequence.slot))
+    def _told(self, added: Added, slots: np.ndarray) -> None:
+        """The next plan carries what the requests in `slots` got."""
+        for changes, parts in (
+            (added.tables, self._changes.tables),
+            (added.target_tables, self._changes.target_tables),
+        ):
+            if len(changes):
+                parts.append(_with_slots(changes, slots))
 
     def close(self, sequence: Sequence, *, closed_after: int) -> None:
         """Slot and pages go back once no plan names them (see reclaim)."""
@@ -81,9 +87,8 @@ class Ledger:
     def reclaim(self, completed: int) -> None:
         """Plan `completed` and all before it have completed on all ranks."""
         self.directory.completed(completed)
-        for _, slot in (entry for entry in self._closed if entry[0] <= completed):
-            self.slots.release(slot)
-        self._closed = [entry for entry in self._closed if entry[0] > completed]
+        while self._closed and self._closed[0][0] <= completed:
+            self.slots.release(self._closed.popleft()[1])
 
     def compact(self, rank: int, limit: int, budget_pages: int, *, step: int) -> int:
         """Let plan `step`, the next one, move up to budget_pages of a rank's pages below `limit`; returns how many."""
@@ -99,7 +104,7 @@ class Ledger:
     def retarget(self, slot: int, target: Placement) -> None:
         """A second placement for a running request; there must be room."""
         changes = self.directory.retarget(self.slots.sequence(slot).id, target)
-        self._changes.target_tables.append(_with_slot(changes, slot))
+        self._changes.target_tables.append(_with_slots(changes, np.array([slot])))
 
     def commit_targets(self, *, step: int) -> None:
         """Second placements become the placements. Plan `step`, the last one sent, is the last under the old ones."""
@@ -141,9 +146,10 @@ class Ledger:
         return next(int(s) for s in self.live() if self.slots.sequence(int(s)).id == request_id)
 
 
-def _with_slot(changes: np.ndarray, slot: int) -> np.ndarray:
-    """[C, 3] rank, page index, page id -> [C, 4] with the slot second, as plans have it."""
-    return np.insert(changes, 1, slot, axis=1).astype(np.int32)
+def _with_slots(changes: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """[C, 4] as in Added -> the same with slots second, as plans have it."""
+    changes[:, 1] = slots[changes[:, 1]]
+    return changes
 
 
 def stacked(parts: list[np.ndarray]) -> np.ndarray:

@@ -141,7 +141,7 @@ class Movement:
     def _new_rows(self, slot: int, start: int, count: int, absorbed: bool) -> list[Move]:
         """Rows start … start + count - 1 from where they are stored to the ranks of the target that lack them."""
         entry = self._ledger.entry(slot)
-        assert entry.target is not None and entry.target_pages is not None
+        assert entry.target is not None
         moves: list[Move] = []
         position, end = start, start + count
         while position < end:
@@ -150,7 +150,7 @@ class Movement:
             for move in page_moves(entry.placement, entry.target, page, 1, self._config.num_ranks):
                 if absorbed and move.target == entry.placement.home:
                     continue  # a decode token is computed at home, which writes its own copy
-                here, there = int(entry.pages[page, move.source]), int(entry.target_pages[page, move.target])
+                here, there = entry.page(page, move.source), entry.target_page(page, move.target)
                 moves.append((move.source, here, move.target, there, first, rows))
             position += rows
         return moves
@@ -159,7 +159,7 @@ class Movement:
         """Rows of one request's backlog, page by page, from where the last plan left off."""
         size, unit = self._config.page_tokens, self._sizes.row_bytes
         entry = self._ledger.entry(slot)
-        assert entry.target is not None and entry.target_pages is not None
+        assert entry.target is not None
         rows, backlog = int(self._moved[slot]), int(self._backlog[slot])
         while rows < backlog:
             page, first = divmod(rows, size)
@@ -171,9 +171,9 @@ class Movement:
                 if count <= 0:
                     break
                 allowance.spend(source, targets, count * unit)
-                here = int(entry.pages[page, source])
+                here = entry.page(page, source)
                 for target in targets:
-                    there = int(entry.target_pages[page, target])
+                    there = entry.target_page(page, target)
                     self._planned_rows.append((slot, (source, here, target, there, first, count)))
             rows += count
         record.rows_moved += rows - int(self._moved[slot])

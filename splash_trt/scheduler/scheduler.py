@@ -220,12 +220,18 @@ class Scheduler:
         s = self._slots
         ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
         full = np.flatnonzero(ready & (s.computed >= s.pages * self._config.page_tokens))
+        if len(full):
+            full = s.senior_first(full)
+            full = full[self._ledger.grow(full) :]
         promised: np.ndarray | None = None
-        for slot in s.senior_first(full).tolist():
-            if s.live[slot] and not self._ledger.grow(slot):
-                promised = self.directory.leaving_pages() if promised is None else promised
-                self._make_room(slot, promised)
-                ready[slot] = s.live[slot] and self._ledger.grow(slot)  # an aborted switch may leave room at once
+        while len(full):  # the first of them finds a rank without a free page
+            promised = self.directory.leaving_pages() if promised is None else promised
+            self._make_room(int(full[0]), promised)
+            first, full = full[:1], full[1:]
+            ready[first] = s.live[first] & bool(self._ledger.grow(first[s.live[first]]))  # an abort may leave room
+            full = full[s.live[full]]
+            if len(full):
+                full = full[self._ledger.grow(full) :]
         return np.flatnonzero(ready & s.live)
 
     def _make_room(self, slot: int, promised: np.ndarray) -> None:

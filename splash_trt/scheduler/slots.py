@@ -14,7 +14,8 @@ class Slots:
 
     total: tokens, those included that are sampled but not yet known here; admitted: tokens that were known at
     admission (up to there rows carry ids, from there on they follow the sampler); computed: tokens whose rows are
-    planned; prompt: tokens of the prompt; pages: pages held; limit: most tokens; home: owner or home rank.
+    planned; prompt: tokens of the prompt; limit: most tokens; entry: names its pages in the directory, of which pages
+    (how many) and home (owner or home rank) are copies.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -25,6 +26,7 @@ class Slots:
         self.prompt = np.zeros(max_slots, np.int64)
         self.pages = np.zeros(max_slots, np.int64)
         self.limit = np.zeros(max_slots, np.int64)
+        self.entry = np.zeros(max_slots, np.int64)
         self.home = np.zeros(max_slots, np.int32)
         self.priority = np.zeros(max_slots, np.int64)
         self.arrival = np.zeros(max_slots, np.int64)
@@ -37,14 +39,15 @@ class Slots:
     def any_free(self) -> bool:
         return bool(self._free)
 
-    def open(self, sequence: Sequence, home: int, pages: int) -> int:
-        """Give the sequence the lowest free slot and return it."""
+    def open(self, sequence: Sequence, home: int, entry: int) -> int:
+        """Give the sequence the lowest free slot and return it; it has no pages yet."""
         slot = heapq.heappop(self._free)
         self.live[slot] = True
         self.total[slot] = self.admitted[slot] = len(sequence.tokens)
         self.computed[slot] = 0
         self.prompt[slot] = len(sequence.request.prompt)
-        self.pages[slot] = pages
+        self.pages[slot] = 0
+        self.entry[slot] = entry
         self.limit[slot] = sequence.limit
         self.home[slot] = home
         self.priority[slot], self.arrival[slot] = sequence.request.priority, sequence.arrival

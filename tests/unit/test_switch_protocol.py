@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from splash_trt.cache.pool import GONE
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS
 from splash_trt.layout.switch import State
@@ -130,8 +131,8 @@ def scheduler_key(c: CheckedScheduler) -> Hashable:
             (name, entry.placement, entry.table.tobytes(), entry.target, entry.target and entry.target_table.tobytes())
             for name, entry in sorted((name, directory[name]) for name in directory)
         ),
-        tuple((max(left.step, done) - sent, left.rank, left.pages) for left in directory._leaving),
-        tuple((pool.limit, tuple(sorted(pool._free)), tuple(sorted(pool._held))) for pool in directory.pools),
+        tuple((max(left.step, done) - sent, left.rank, left.pages.tobytes()) for left in directory._leaving),
+        tuple((pool.limit, pool._states.tobytes().rstrip(bytes([GONE]))) for pool in directory.pools),
         (sent - done, switcher.layout, switcher.state, str(switcher._goal), str(switcher._route)),
         (switcher._retargeted, max(switcher._last_work, done) - sent, max(switcher._drain, done) - sent),
         switcher.record is not None and bool(switcher.record.bytes_between_ranks["weights"]),
