@@ -1,0 +1,150 @@
+"""`splash-trt capacity`: what a model's weights leave for its cache on some device, layout by layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from splash_trt.capacity.report import Case, Lengths, case, num_parameters
+from splash_trt.capacity.table import format_assumptions, format_case
+from splash_trt.config import DTYPES, FORMATS, EngineConfig, Formats
+from splash_trt.models.planning import load_for_planning
+from splash_trt.options import Size, or_fail
+from splash_trt.scheduler.device import Device
+from splash_trt.scheduler.devices import load_device
+
+ALIASES = {"bf16": "bfloat16"}
+BOTH = "both"
+FORMAT_NAMES = (*ALIASES, *FORMATS)
+DEFAULT_SHARE = 0.9
+QUANTISED = (
+    "; the checkpoint is quantised, which is not followed: --weights, --attention and --cache say what is counted"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    assumptions: dict[str, str]
+    """What holds for all cases, in words."""
+    device_origin: str | None
+    """Where the device's figures are from."""
+    num_parameters: int
+    memory_bytes: int
+    """One rank's arena."""
+    page_tokens: int
+    cases: tuple[Case, ...]
+    """By choice of formats."""
+
+
+class LengthsOption(click.ParamType):
+    """P,O: tokens of the prompt and of the output."""
+
+    name = "P,O"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
+        try:
+            prompt, output = (int(number) for number in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not two whole numbers, such as 4096,1024", param, ctx)
+        if prompt < 1 or output < 1:
+            self.fail(f"{value!r}: prompt and output need one token at least", param, ctx)
+        return Lengths(prompt=prompt, output=output)
+
+
+@click.command("capacity")
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="A config.json, or its folder.")
+@click.option("--device", help="A built-in device or a JSON file; its memory, times --memory-share, is the arena.")
+@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
+@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
+@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True),
+              help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
+@click.option("--dtype", type=click.Choice([*ALIASES, *DTYPES]), default="bfloat16", show_default=True,
+              help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
+@click.option("--attention", type=click.Choice([*FORMAT_NAMES, BOTH]),
+              help="Format of attention's head-cut weights; both: one report for fp8 and one for bf16.")  # fmt: skip
+@click.option("--weights", type=click.Choice(FORMAT_NAMES), help="Format of the other products' weights.")
+@click.option("--cache", type=click.Choice(FORMAT_NAMES), help="Format of the cache.")
+@click.option("--lengths", type=LengthsOption(), multiple=True,
+              help="Prompt and output tokens, for the largest batch of such requests; may be repeated.")  # fmt: skip
+@click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+def capacity_command(as_json: bool, **options: Any) -> None:
+    """Say how much cache each layout has beside the weights."""
+    report = or_fail(lambda: _report(**options))
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=1))
+        return
+    click.echo(format_assumptions(report.assumptions))
+    for found in report.cases:
+        click.echo("\n" + format_case(found, report.page_tokens))
+
+
+def _report(
+    model: Path,
+    device: str | None,
+    memory_bytes: int | None,
+    memory_share: float | None,
+    num_ranks: int,
+    dtype: str,
+    attention: str | None,
+    weights: str | None,
+    cache: str | None,
+    lengths: tuple[Lengths, ...],
+    page_tokens: int,
+) -> Report:
+    """ValueError for options that do not fit together or to the model."""
+    found, quantised = load_for_planning(model)
+    known = None if device is None else load_device(device)
+    memory, source = _memory(known, memory_bytes, memory_share)
+    choices = ("fp8", "bfloat16") if attention == BOTH else (_format(attention),)
+    configs = [
+        EngineConfig(
+            num_ranks=num_ranks,
+            dtype=ALIASES.get(dtype, dtype),
+            formats=Formats(weights=_format(weights), attention=choice, cache=_format(cache)),
+            memory_bytes=memory,
+            page_tokens=page_tokens,
+        )
+        for choice in choices
+    ]
+    parameters = num_parameters(found)
+    context = configs[0].context_block_tokens
+    return Report(
+        assumptions={
+            "model": f"{found.model_type}, {found.num_layers} layers, {parameters / 1e9:.1f} B parameters; prediction "
+            "layers are not counted" + QUANTISED * quantised,
+            "ranks": str(num_ranks),
+            "memory": f"{memory:,} bytes on each rank for workspace, weights and cache: {source}",
+            "dtype": f"{configs[0].dtype}: all that no format is about; norms, biases, router, the indexer's head "
+            "weights, embedding and head always are",
+            "fp8": "a float32 scale for 128 x 128 weights, or 128 numbers of a cache row, whose rope part is bfloat16",
+            "workspace": f"the server's: {context} context rows and what they expand to; activations are not counted",
+        },
+        device_origin=None if known is None else known.origin,
+        num_parameters=parameters,
+        memory_bytes=memory,
+        page_tokens=page_tokens,
+        cases=tuple(case(found, config, lengths) for config in configs),
+    )
+
+
+def _memory(device: Device | None, memory_bytes: int | None, memory_share: float | None) -> tuple[int, str]:
+    """A rank's arena, and where its size is from."""
+    if memory_bytes is not None:
+        if device is not None or memory_share is not None:
+            raise ValueError("memory_bytes: is the arena itself; give it without --device and --memory-share")
+        return memory_bytes, "--memory"
+    if device is None:
+        raise ValueError("device: give either --device NAME_OR_JSON or --memory BYTES")
+    if not device.memory_bytes:
+        raise ValueError(f"device: {device.name} does not say how much memory it has; give --memory BYTES instead")
+    share = DEFAULT_SHARE if memory_share is None else memory_share
+    return int(device.memory_bytes * share), f"{100 * share:g} % of the {device.memory_bytes:,} of {device.name}"
+
+
+def _format(name: str | None) -> str | None:
+    return None if name is None else ALIASES.get(name, name)
