@@ -1,0 +1,270 @@
+"""A trace of rank 0's steps, moves, switch states and commits, for ui.perfetto.dev and chrome://tracing.
+
+The file is a JSON array of trace events, one a line, written as they happen: a run that is killed leaves an array
+without its "]", which both viewers read, and whose last line may be torn. When the file has grown to half of its bound
+it becomes FILE.previous and a new one begins, so that the latest events are always there.
+
+All times are on rank 0's clock, from the trace's begin. Each rank is a process in it:
+
+    rank 0   steps      what a step took on rank 0, which is what the ranks took together: they meet in every layer
+             switch     the states of a switch
+    rank r   moves      the bytes that it sends and receives in a step, drawn as long as the step
+             commits    the first step of a new layout, with the gap before it that the rank reported
+             gap        a counter: seconds between two steps, which ranks report in steps that belong to a switch
+
+Source: "Trace Event Format" by Google, the JSON array form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+
+from splash_trt.plan import Plan, StepResult
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 20
+STEPS, SWITCH, MOVES, COMMITS = range(1, 5)
+TRACKS = {STEPS: "steps", SWITCH: "switch", MOVES: "moves", COMMITS: "commits"}
+
+
+class SwitchRecord(Protocol):
+    """What is told of the switch under way: layout/switch.py's Record is one."""
+
+    number: int
+    source: str
+    target: str
+    why: str
+
+
+class Observer(Protocol):
+    """Whom the orchestrator tells of its turns. state, record: of the switch, at that moment; now: on its clock."""
+
+    def planned(self, plan: Plan | None, state: str, record: SwitchRecord | None, now: float) -> None:
+        """A plan is about to go out, or there was nothing to do."""
+
+    def completed(self, plan: Plan, result: StepResult, state: str, record: SwitchRecord | None, now: float) -> None:
+        """A plan's result is in. Plans complete in the order in which they went out."""
+
+
+class TraceFile:
+    """Events as lines of one file of at most max_bytes / 2, beside the one before. OSError if it cannot be made.
+
+    header, footer: called for the events that every file is to begin and to end with.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: Callable[[], list[dict[str, object]]],
+        footer: Callable[[], list[dict[str, object]]],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._path = path
+        self._header = header
+        self._footer = footer
+        self._half = max_bytes // 2
+        self._size = 0
+        self._file: BinaryIO | None = self._open()
+
+    def write(self, *events: dict[str, object]) -> None:
+        """Nothing, once the file could not be written to."""
+        with self._giving_up() as file:
+            if file is not None:
+                self._put(file, events)
+
+    def turn_over(self) -> None:
+        """Begin another file if this one is full."""
+        with self._giving_up() as file:
+            if file is not None and self._size > self._half:
+                self._end(file)
+                os.replace(self._path, self._path.with_name(self._path.name + ".previous"))
+                self._file = self._open()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[BinaryIO | None]:
+        """The file; when it cannot be written to, the trace ends and serving goes on."""
+        try:
+            yield self._file
+        except OSError as error:
+            log.error("the trace %s ends here: %s", self._path, error)
+            self._file = None
+
+    def close(self) -> None:
+        with self._giving_up() as file:
+            if file is not None:
+                self._end(file)
+        self._file = None
+
+    def _open(self) -> BinaryIO:
+        file = open(self._path, "wb", buffering=0)
+        self._size = file.write(b"[")
+        self._put(file, self._header())
+        return file
+
+    def _put(self, file: BinaryIO, events: tuple[dict[str, object], ...] | list[dict[str, object]]) -> None:
+        lines = [(b",\n" if self._size > 1 or i else b"\n") + msgspec.json.encode(e) for i, e in enumerate(events)]
+        self._size += file.write(b"".join(lines))
+
+    def _end(self, file: BinaryIO) -> None:
+        self._put(file, self._footer())
+        file.write(b"\n]\n")
+        file.close()
+
+
+class StepTracer:
+    """An Observer that writes a trace. row_bytes: of one token's cache rows; number_bytes: of one weight."""
+
+    def __init__(
+        self,
+        path: Path,
+        num_ranks: int,
+        row_bytes: int,
+        number_bytes: int,
+        *,
+        now: float | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """now: the begin, on the clock of the Observer's calls; None: time.monotonic()."""
+        self._num_ranks = num_ranks
+        self._row_bytes = row_bytes
+        self._number_bytes = number_bytes
+        self._begin = time.monotonic() if now is None else now
+        self._unix_s = time.time()
+        self._now = self._begin
+        self._sent: dict[int, float] = {}
+        self._steps_end = self._begin
+        self._epoch = 0
+        self._state: tuple[str, int] | None = None
+        self._state_event: dict[str, object] | None = None
+        self._file = TraceFile(path, self._header, self._footer, max_bytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def planned(self, plan: Plan | None, state: str, record: SwitchRecord | None, now: float) -> None:
+        self._now = now
+        self._file.turn_over()
+        self._follow(state, record)
+        if plan is not None:
+            self._sent[plan.step] = now
+
+    def completed(self, plan: Plan, result: StepResult, state: str, record: SwitchRecord | None, now: float) -> None:
+        self._now = now
+        # Steps run one after the other, so a plan that was sent early began when the one before it had ended.
+        begin = max(self._sent.pop(plan.step, now), self._steps_end)
+        end = min(begin + result.seconds, max(now, begin))
+        self._steps_end = end
+        ts, dur = self._us(begin), round((end - begin) * 1e6, 1)
+        events = [self._step(plan, result, ts, dur), *self._moves(plan, ts, dur)]
+        if plan.epoch != self._epoch:
+            self._epoch = plan.epoch
+            events += [self._commit(plan, result, rank, ts) for rank in range(self._num_ranks)]
+        for rank, status in enumerate(result.statuses):
+            gap = _event("C", "gap", rank, 0, ts, args={"seconds": status.gap_s})
+            events.append(gap)
+            if status.error:
+                events.append(_event("i", "copy failed", rank, MOVES, ts + dur, s="t", args={"error": status.error}))
+        self._file.write(*events)
+        self._follow(state, record)
+
+    def _us(self, now: float) -> float:
+        return round((now - self._begin) * 1e6, 1)
+
+    def _header(self) -> list[dict[str, object]]:
+        started = {"unix_s": self._unix_s, "clock": "rank 0's, from the begin of the trace"}
+        events = [_event("i", "trace", 0, SWITCH, self._us(self._now), s="g", args=started)]
+        for rank in range(self._num_ranks):
+            events.append(_event("M", "process_name", rank, 0, args={"name": f"rank {rank}"}))
+            events.append(_event("M", "process_sort_index", rank, 0, args={"sort_index": rank}))
+            tracks = TRACKS if rank == 0 else {MOVES: TRACKS[MOVES], COMMITS: TRACKS[COMMITS]}
+            for track, name in tracks.items():
+                events.append(_event("M", "thread_name", rank, track, args={"name": name}))
+        if self._state_event is not None:
+            events.append({**self._state_event, "ts": self._us(self._now)})
+        return events
+
+    def _footer(self) -> list[dict[str, object]]:
+        return [] if self._state_event is None else [self._end_of_state()]
+
+    def _end_of_state(self) -> dict[str, object]:
+        assert self._state_event is not None
+        return _event("E", str(self._state_event["name"]), 0, SWITCH, self._us(self._now))
+
+    def _follow(self, state: str, record: SwitchRecord | None) -> None:
+        """Draws the switch's state as a slice. One that came and went within a turn is not seen."""
+        present = None if record is None else (state, record.number)
+        if present == self._state:
+            return
+        events = self._footer()
+        self._state, self._state_event = present, None
+        if record is not None:
+            args = {"number": record.number, "source": record.source, "target": record.target, "why": record.why}
+            self._state_event = _event("B", state, 0, SWITCH, self._us(self._now), args=args)
+            events.append(self._state_event)
+        self._file.write(*events)
+
+    def _step(self, plan: Plan, result: StepResult, ts: float, dur: float) -> dict[str, object]:
+        args = {
+            "step": plan.step,
+            "epoch": plan.epoch,
+            "tokens": plan.num_tokens,
+            "rows": plan.num_rows,
+            "tokens_by_rank": plan.counts.tolist(),
+            "moved_bytes": int(self._bytes(plan)[0].sum()),
+            "seconds": result.seconds,
+        }
+        return _event("X", plan.layout.name.lower(), 0, STEPS, ts, dur=dur, args=args)
+
+    def _moves(self, plan: Plan, ts: float, dur: float) -> list[dict[str, object]]:
+        sent, received, inside = self._bytes(plan)
+        return [
+            _event(
+                "X",
+                "moves",
+                rank,
+                MOVES,
+                ts,
+                dur=dur,
+                args={
+                    "step": plan.step,
+                    "sent_bytes": int(sent[rank]),
+                    "received_bytes": int(received[rank]),
+                    "inside_bytes": int(inside[rank]),
+                },
+            )
+            for rank in np.flatnonzero(sent + received + inside).tolist()
+        ]
+
+    def _bytes(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[N] int64 each: what ranks send to others, receive from others, and copy within."""
+        sent, received, inside = (np.zeros(self._num_ranks, np.int64) for _ in range(3))
+        copies = (plan.moves, plan.late_moves)
+        parts = [(m[:, 0], m[:, 2], m[:, 5].astype(np.int64) * self._row_bytes) for m in copies]
+        weights = plan.weights
+        parts.append((weights[:, 0], weights[:, 1], (weights[:, 4] - weights[:, 3]) * self._number_bytes))
+        for source, target, num_bytes in parts:
+            stays = source == target
+            np.add.at(inside, source[stays], num_bytes[stays])
+            np.add.at(sent, source[~stays], num_bytes[~stays])
+            np.add.at(received, target[~stays], num_bytes[~stays])
+        return sent, received, inside
+
+    def _commit(self, plan: Plan, result: StepResult, rank: int, ts: float) -> dict[str, object]:
+        args: dict[str, object] = {"step": plan.step, "epoch": plan.epoch}
+        if result.statuses:
+            args["gap_s"] = result.statuses[rank].gap_s
+        return _event("i", f"commit: {plan.layout.name.lower()}", rank, COMMITS, ts, s="p", args=args)
+
+
+def _event(ph: str, name: str, pid: int, tid: int, ts: float = 0.0, **more: object) -> dict[str, object]:
+    return {"ph": ph, "name": name, "pid": pid, "tid": tid, "ts": ts, **more}
