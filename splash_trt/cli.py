@@ -13,6 +13,7 @@ import msgspec
 from splash_engines.build import build_engine
 from splash_engines.open import format_inspection, inspect_engine
 from splash_trt import __version__, environment
+from splash_trt.capacity.command import capacity_command
 from splash_trt.config import DTYPES
 from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
@@ -94,6 +95,9 @@ def serve(ranks: int | None, **fields: Any) -> None:
     if environment.under_mpirun():
         serve_rank(options)
     sys.exit(or_fail(lambda: supervise(options)))
+
+
+commands.add_command(capacity_command)
 
 
 @commands.command("serve-rank", hidden=True)
