@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 
@@ -27,8 +28,11 @@ from splash_trt.link import (
 from splash_trt.link_server import LinkServer
 from splash_trt.memory.map import capacity, request_tokens
 from splash_trt.models.config import ModelConfig
+from splash_trt.observe.log import SwitchLines, event
 from splash_trt.orchestrator import Orchestrator, Turn
 from splash_trt.request import FinishReason, Request, TokenDelta
+
+log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.05
 RECENT_SWITCHES = 4  # how many of the latest may still have news
@@ -74,6 +78,7 @@ class EngineServer:
         self._owners: dict[str, tuple[bytes, str]] = {}
         self._count = 0
         self._reported: dict[int, tuple[object, ...]] = {}  # the latest switches: number -> what was told of it
+        self._switch_lines = SwitchLines(log)
         self._stopping = False
         self._draining = False
 
@@ -86,6 +91,7 @@ class EngineServer:
             for client, message in self._link.poll(IDLE_POLL_S if idle else 0):
                 self._handle(client, message)
             if self._orchestrator.idle:
+                self._switch_lines.flush()
                 self._control.progress()
             else:
                 self._tell(self._orchestrator.turn())
@@ -126,6 +132,8 @@ class EngineServer:
         self._names[key], self._owners[name] = name, key
 
     def _refuse(self, client: bytes, request_id: str, why: str) -> None:
+        # The field alone: what else is said may quote a prompt.
+        event(log, logging.DEBUG, "refused", request=request_id, field=why.partition(":")[0])
         delta = TokenDelta(request_id, (), finish=FinishReason.ERROR, error=why)
         self._link.send(client, self._frames(Turn(), (delta,)))
 
@@ -144,6 +152,10 @@ class EngineServer:
 
     def _tell(self, turn: Turn) -> None:
         """One message for each client; to those without a delta it tells how things stand."""
+        if turn.decision is not None:
+            source, decision = turn.decision
+            ends = {"source": source.name.lower(), "target": decision.layout.name.lower()}
+            event(log, logging.INFO, "decision", **ends, kind=decision.kind, why=decision.why)
         by_client: dict[bytes, list[TokenDelta]] = {client: [] for client in self._clients}
         for delta in turn.deltas:
             client, request_id = self._owners[delta.request_id]
@@ -205,6 +217,7 @@ class EngineServer:
             self._reported[record.number] = news
             if told.get(record.number) != news:
                 report = SwitchReport(self._ready.incarnation, record.number, msgspec.to_builtins(record))
+                self._switch_lines.told(report.record)
                 for client in self._clients:
                     self._link.send(client, report)
 

@@ -14,6 +14,7 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
 from splash_trt.memory.map import capacity, model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
+from splash_trt.observe.trace import Observer
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, TokenDelta
 from splash_trt.scheduler.policy import Decision, Policy
@@ -66,6 +67,8 @@ class Orchestrator:
         self._watch = watch
         self._clock = clock
         self._auto = policy is not None
+        self.observer: Observer | None = None
+        """Told of every plan and its result."""
         self._turns = 0
         self._in_flight: deque[tuple[Plan, Callable[[], StepResult]]] = deque()
 
@@ -134,6 +137,9 @@ class Orchestrator:
         deltas = self.scheduler.expire(now)
         decision = self._follow_load(now)
         plan = self.scheduler.schedule(now)
+        switcher = self.scheduler.switcher
+        if self.observer is not None:
+            self.observer.planned(plan, switcher.state.value, switcher.record, self._clock())
         if plan is not None:
             self._in_flight.append((plan, self._execute(plan)))
         if not self._in_flight or (plan is not None and len(self._in_flight) < self._plans_in_flight):
@@ -141,6 +147,8 @@ class Orchestrator:
         done, wait = self._in_flight.popleft()
         result = wait()
         deltas += self.scheduler.complete(result)
+        if self.observer is not None:
+            self.observer.completed(done, result, switcher.state.value, switcher.record, self._clock())
         if self._policy is not None:
             self._policy.observe(done.layout, done.num_rows, done.num_tokens, result.seconds)
         preemptions = self.scheduler.preemptions - preempted
