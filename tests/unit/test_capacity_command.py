@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from splash_trt.capacity.command import capacity_command
 from splash_trt.capacity.report import Lengths, largest_batch
+from splash_trt.cli import commands
 from splash_trt.config import EngineConfig, Formats, Layout
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map
 from splash_trt.scheduler.devices import load_device
 from tests.oracles.published_configs import GLM, GLM_5, V3, V32, parse
 
+SMALL = {**V32, "num_hidden_layers": 6}
 RUNS = settings(deadline=None, derandomize=True)
 
 
@@ -38,7 +40,7 @@ def report(*arguments: str) -> Any:
 def written(tmp_path: Path) -> dict[str, str]:
     """Paths of config.json files by name."""
     found = {}
-    for name, base in (("v3", V3), ("v32", V32), ("glm", GLM), ("glm5", GLM_5)):
+    for name, base in (("v3", V3), ("v32", V32), ("glm", GLM), ("glm5", GLM_5), ("small", SMALL)):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(base))
@@ -115,7 +117,7 @@ def test_published_models_against_their_sizes(
 
 
 def test_both_is_the_two_alone(written: dict[str, str]) -> None:
-    fixed = ("--model", written["v32"], "--memory", "130G", "--ranks", "8", "--weights", "fp8", "--lengths", "100,28")
+    fixed = ("--model", written["small"], "--memory", "130G", "--ranks", "8", "--weights", "fp8", "--lengths", "100,28")
     both = report(*fixed, "--attention", "both")["cases"]
     assert both == [report(*fixed, "--attention", one)["cases"][0] for one in ("fp8", "bf16")]
     assert [case["formats"]["attention"] for case in both] == ["fp8", "bfloat16"]
@@ -124,7 +126,7 @@ def test_both_is_the_two_alone(written: dict[str, str]) -> None:
 def test_the_table_says_what_the_json_says(written: dict[str, str]) -> None:
     arguments = (
         "--model",
-        written["v32"],
+        written["small"],
         "--device",
         "h200",
         "--ranks",
@@ -138,7 +140,7 @@ def test_the_table_says_what_the_json_says(written: dict[str, str]) -> None:
     found, table = report(*arguments), run(*arguments)
     assert table.exit_code == 0
     assert all(text in table.stdout for text in found["assumptions"].values())
-    assert "85 % of the" in table.stdout and "671.9 B parameters" in table.stdout
+    assert "85 % of the" in table.stdout and "deepseek_v32, 6 layers" in table.stdout
     for case in found["cases"]:
         assert f"Attention in {case['formats']['attention']}, other weights in fp8, cache in bfloat16" in table.stdout
         assert f"DOP holds {case['dop_over_dp_percent']:.1f} % more than DP" in table.stdout
@@ -211,9 +213,9 @@ def test_a_layout_without_room_is_said_with_what_it_lacks(written: dict[str, str
 
 
 def test_a_quantised_checkpoint_is_read_and_said(written: dict[str, str], tmp_path: Path) -> None:
-    quantised = {**V32, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantised = {**SMALL, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
-    plain = report("--model", written["v32"], "--memory", "900G", "--ranks", "8")
+    plain = report("--model", written["small"], "--memory", "900G", "--ranks", "8")
     found = report("--model", str(tmp_path), "--memory", "900G", "--ranks", "8")
     assert found["cases"] == plain["cases"]
     assert "quantised, which is not followed" in found["assumptions"]["model"]
@@ -242,6 +244,10 @@ def test_what_is_wrong_is_said_by_option(written: dict[str, str], arguments: tup
     result = run("--model", written["glm"], "--ranks", "2", *arguments)
     assert result.exit_code != 0 and message in result.output
     assert "Traceback" not in result.output
+
+
+def test_it_is_one_of_the_commands() -> None:
+    assert commands.commands["capacity"] is capacity_command
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
