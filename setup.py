@@ -65,6 +65,8 @@ EXTRAS_REQUIRE = {
         "psutil>=6",
         # The client that most users of the HTTP API have.
         "openai>=1.60",
+        # Triton Inference Server's own clients; the server is installed by scripts/triton_server.sh.
+        "tritonclient[grpc,http]>=2.50",
         # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the
         # last release for 3.10.
         "transformers==5.24.0; python_version >= '3.11'",

@@ -18,6 +18,7 @@ from splash_trt.config import DTYPES
 from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
 from splash_trt.supervise import RankSettings, supervise
+from splash_trt.triton_backend.command import triton_repo
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -98,6 +99,9 @@ def serve(ranks: int | None, **fields: Any) -> None:
 
 
 commands.add_command(capacity_command)
+
+
+commands.add_command(triton_repo)
 
 
 @commands.command("serve-rank", hidden=True)
