@@ -90,11 +90,11 @@ def _send_failure(sender: Any, failure: Failure) -> None:
     sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
 
 
-def _code(status: int) -> int:
+def _code(status: int) -> Any:
     """Triton's code for what HTTP says as `status`."""
     errors = pb_utils.TritonError
     if status in (CANCELLED, 504):
-        return int(errors.CANCELLED)
+        return errors.CANCELLED
     if status in (429, 503):
-        return int(errors.UNAVAILABLE)
-    return int(errors.INVALID_ARG if status < 500 else errors.INTERNAL)
+        return errors.UNAVAILABLE
+    return errors.INVALID_ARG if status < 500 else errors.INTERNAL
