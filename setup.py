@@ -56,6 +56,9 @@ EXTRAS_REQUIRE = {
     # TensorRT-LLM's operators. PyPI has only a stub of it: the wheel comes from NVIDIA's package index, which pip must
     # be given by hand. 1.2.1 is the last release built on TensorRT 10.14.
     "trtllm": ["tensorrt-llm==1.2.1"],
+    # Spans of requests (--otlp-endpoint): the SDK, and its exporter over HTTP, which needs no gRPC with its C library
+    # and threads of its own.
+    "otel": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
     # Everything that scripts/test.sh runs. What checks or decides (the oracle, linter and type checker) is pinned, so
     # that a commit passes tomorrow if it passes today.
     "test": [
@@ -71,6 +74,9 @@ EXTRAS_REQUIRE = {
         # last release for 3.10.
         "transformers==5.24.0; python_version >= '3.11'",
         "transformers==5.20.2; python_version < '3.11'",
+        # As the extra "otel".
+        "opentelemetry-sdk>=1.30",
+        "opentelemetry-exporter-otlp-proto-http>=1.30",
         # Plots are tested where they are made: the demo's timeline, the benchmarks' and the demo model's loss curve.
         "matplotlib>=3.8",
         "ruff==0.17.6",

@@ -93,6 +93,7 @@ LOCAL_IMPORTS = {
     ("", "tensorrt_rtx"): "an extra: probed when it is asked for",
     ("", "tensorrt_llm"): "an extra: probed when it is asked for",
     ("", "matplotlib"): "an extra: only plots need it",
+    ("splash_trt.frontend", "splash_trt.observe.otel"): "an extra: it imports OpenTelemetry, and is for who asks for it",
 }
 
 ENVIRONMENT_MODULE = "splash_trt.environment"
