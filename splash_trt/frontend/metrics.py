@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from splash_trt.link import Frames, Ready, Status, SwitchReport
 from splash_trt.observe.compat import CompatNames
 from splash_trt.observe.series import Distribution, Rate
+from splash_trt.observe.spans import Spans
 from splash_trt.observe.switches import SwitchMetrics
 from splash_trt.request import FinishReason
 
@@ -24,9 +25,11 @@ _TOKENS = tuple(1 << shift for shift in range(18))
 
 
 class Metrics:
-    """One registry of its own a frontend, and one with other systems' names for the same."""
+    """One registry of its own a frontend, and one with other systems' names for the same. Tells `spans` what it is
+    told."""
 
-    def __init__(self, model_name: str = "") -> None:
+    def __init__(self, model_name: str = "", spans: Spans | None = None) -> None:
+        self._spans = spans or Spans()
         registry = self._registry = CollectorRegistry()
         self._compat = CollectorRegistry()
         self._compat.register(CompatNames(registry, model_name))
@@ -92,6 +95,7 @@ class Metrics:
         self._restarts.inc()
 
     def on_frames(self, frames: Frames) -> None:
+        self._spans.on_status(frames.status)
         if frames.num_tokens:
             layout = frames.layout or frames.status.layout
             self._tokens.labels(layout).inc(frames.num_tokens)
@@ -110,17 +114,19 @@ class Metrics:
     def on_response(self, path: str, code: int) -> None:
         self._responses.labels(path, str(code)).inc()
 
-    def request(self, num_prompt: int) -> RequestMeter:
-        """For a request that begins now."""
-        return RequestMeter(self, num_prompt)
+    def request(self, num_prompt: int, same_prompt: bool = False) -> RequestMeter:
+        """For a request that begins now. same_prompt: it is another answer to the prompt of the one before it."""
+        return RequestMeter(self, num_prompt, same_prompt)
 
 
 class RequestMeter:
     """Measures one request, from its making to `end`."""
 
-    def __init__(self, metrics: Metrics, num_prompt: int) -> None:
+    def __init__(self, metrics: Metrics, num_prompt: int, same_prompt: bool) -> None:
         self._metrics = metrics
+        self._span = metrics._spans.current()
         self._num_prompt = num_prompt
+        self._same_prompt = same_prompt
         self._num_tokens = 0
         self._began = time.monotonic()
         self._queued_s: float | None = None
@@ -141,6 +147,7 @@ class RequestMeter:
             self._last = now
             return False
         self._first = self._last = now
+        self._span.first_token()
         metrics._prompt_tokens.inc(self._num_prompt)
         metrics._ttft_s.observe(now - self._began)
         if queued_s is not None:
@@ -153,6 +160,7 @@ class RequestMeter:
         """The request ended: "stop", "length", "cancelled", "error". Call it once."""
         metrics, now = self._metrics, time.monotonic()
         metrics._requests.labels(reason).inc()
+        self._span.answered(0 if self._same_prompt else self._num_prompt, self._num_tokens, reason)
         if self._first is None or reason in (FinishReason.CANCELLED.value, FinishReason.ERROR.value):
             return
         metrics._request_s.observe(now - self._began)
