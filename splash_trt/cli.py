@@ -15,6 +15,7 @@ from splash_engines.open import format_inspection, inspect_engine
 from splash_trt import __version__, environment
 from splash_trt.capacity.command import capacity_command
 from splash_trt.config import DTYPES
+from splash_trt.observe.options import observe_options
 from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
 from splash_trt.supervise import RankSettings, supervise
@@ -89,6 +90,7 @@ def inspect(engine: Path) -> None:
 @click.option("--name", help="The model's name in the API; default: the folder's.")
 @click.option("--client-endpoint", metavar="ADDRESS",
               help="Serve Triton's model here: ipc:///path or tcp://127.0.0.1:PORT.")  # fmt: skip
+@observe_options
 def serve(ranks: int | None, **fields: Any) -> None:
     """Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun."""
     options = ServeOptions(ranks=ranks or environment.mpi_size(), **fields)

@@ -38,6 +38,10 @@ from splash_trt.memory.map import default_memory_bytes, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.models.runnable import refuse_unrunnable
+from splash_trt.observe import log as logs
+from splash_trt.observe.options import check_trace
+from splash_trt.observe.spans import check_endpoint as check_collector
+from splash_trt.observe.trace import StepTracer
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.scheduler.policy import MeasuredPolicy
 from splash_trt.weights.dummy import DummyWeights
@@ -70,6 +74,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     name: str | None = None
     """What /v1/models calls the model; None: the folder's name."""
+    otlp_endpoint: str | None = None
+    trace: str | None = None
+    """A file for rank 0 to write a trace to."""
+    log_format: str = "text"
+    log_level: str = "info"
     client_endpoint: str | None = None
     """Where local clients are served, such as Triton's model."""
 
@@ -90,6 +99,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--ranks: {self.ranks} asked for, but mpirun starts {started}; leave it out")
         if self.client_endpoint is not None:
             check_endpoint(self.client_endpoint)
+        if self.otlp_endpoint is not None:
+            check_collector(self.otlp_endpoint)
+        if self.trace is not None:
+            check_trace(self.trace)
 
 
 def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
@@ -211,6 +224,7 @@ def frontend_options(options: ServeOptions, link_address: str) -> FrontendOption
 def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_path: str | None = None) -> NoReturn:
     """This process is a rank of mpirun. link_address: where frontends connect; None: rank 0 starts one itself."""
     rank = environment.mpi_rank()
+    logs.configure(f"rank {rank}", level=options.log_level, form=options.log_format)
     if lifeline_path is not None:
         lifeline.hold(Path(lifeline_path), f"rank {rank}")
     frontend = OwnFrontend(options) if link_address is None and rank == 0 else None
@@ -234,11 +248,18 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     orchestrator = Orchestrator.of(model, config, worker, MeasuredPolicy())
     if options.layout.lower() != "auto":
         orchestrator.set_layout(options.layout, pin=True)
+    tracer = None
+    if options.trace is not None:
+        sizes = model_sizes(model, config)
+        tracer = StepTracer(Path(options.trace), config.num_ranks, sizes.row_bytes, sizes.itemsize)
+        orchestrator.observer = tracer
     link = LinkServer(link_address)
     ready = ready_message(model, config, new_incarnation())
     server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
     server.run(lambda: frontend is not None and frontend.ended())
     world.control.send(Kind.STOP)
+    if tracer is not None:
+        tracer.close()
     if frontend is not None:
         frontend.close()
     link.close()
