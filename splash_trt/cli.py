@@ -16,6 +16,7 @@ from splash_trt import __version__, environment
 from splash_trt.capacity.command import capacity_command
 from splash_trt.config import DTYPES
 from splash_trt.observe.options import observe_options
+from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
 from splash_trt.supervise import RankSettings, supervise
@@ -88,12 +89,14 @@ def inspect(engine: Path) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
               help="0: any free one; the log says which.")  # fmt: skip
 @click.option("--name", help="The model's name in the API; default: the folder's.")
+@http_options
 @click.option("--client-endpoint", metavar="ADDRESS",
               help="Serve Triton's model here: ipc:///path or tcp://127.0.0.1:PORT.")  # fmt: skip
 @observe_options
 def serve(ranks: int | None, **fields: Any) -> None:
     """Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun."""
-    options = ServeOptions(ranks=ranks or environment.mpi_size(), **fields)
+    http = or_fail(lambda: take_settings(fields))
+    options = ServeOptions(ranks=ranks or environment.mpi_size(), http=http, **fields)
     or_fail(lambda: _check(options))
     if environment.under_mpirun():
         serve_rank(options)

@@ -30,7 +30,8 @@ from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
 from splash_trt.frontend.client_socket import check_endpoint
 from splash_trt.frontend.main import Options as FrontendOptions
-from splash_trt.frontend.main import check_port
+from splash_trt.frontend.main import check_port, load_defaults
+from splash_trt.frontend.options import HttpSettings, as_flags
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.launch import run_under_mpi
 from splash_trt.link_server import LinkServer
@@ -81,6 +82,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     client_endpoint: str | None = None
     """Where local clients are served, such as Triton's model."""
+    http: HttpSettings = HttpSettings()
+    """What the frontend is told besides."""
 
     @property
     def folder(self) -> Path:
@@ -154,6 +157,7 @@ class OwnFrontend:
         flags = ["--engine", http.engine, "--model-name", http.model_name, "--own-socket"]
         flags += ["--host", http.host, "--port", str(http.port)]
         flags += ["--tokenizer", http.tokenizer] if http.tokenizer else []
+        flags += as_flags(options.http)
         flags += ["--client-endpoint", http.client_endpoint] if http.client_endpoint else []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "splash_trt.frontend.main", *flags, "--lifeline", "0"],
@@ -206,12 +210,15 @@ def check_frontend(options: ServeOptions) -> None:
     http = frontend_options(options, "ipc:///not/yet")
     if http.tokenizer is not None:
         Tokenizer(Path(http.tokenizer))
+        load_defaults(http)
+    http.key()
     check_port(http)
 
 
 def frontend_options(options: ServeOptions, link_address: str) -> FrontendOptions:
     tokenizer = open_engine(options.folder).tokenizer_dir if options.engine is not None else None
     return FrontendOptions(
+        **msgspec.structs.asdict(options.http),
         engine=link_address,
         model_name=options.name or options.folder.resolve().name,
         tokenizer=None if tokenizer is None else str(tokenizer),

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from splash_trt import link
 from splash_trt.frontend.errors import ApiError, engine_ended, unavailable
 from splash_trt.link import (
     Cancel,
+    Explain,
+    Explanation,
     Frames,
     FromEngine,
     LayoutReply,
@@ -108,7 +111,7 @@ class EngineClient:
         self._address = address
         self._listener = listener
         self._routes: dict[str, Route] = {}
-        self._replies: dict[int, asyncio.Future[LayoutReply]] = {}
+        self._replies: dict[int, asyncio.Future[LayoutReply | Explanation]] = {}
         self._tokens = itertools.count(1)
         self._num_unstarted = 0
         self._connected = False
@@ -177,12 +180,23 @@ class EngineClient:
 
     async def set_layout(self, layout: str, pin: bool) -> LayoutReply:
         """The engine's answer; it comes between two steps."""
+        reply = await self._ask(lambda token: SetLayout(token, layout, pin))
+        assert isinstance(reply, LayoutReply), reply
+        return reply
+
+    async def explain(self) -> Explanation:
+        """Why the layout is what it is. The answer comes between two steps."""
+        reply = await self._ask(Explain)
+        assert isinstance(reply, Explanation), reply
+        return reply
+
+    async def _ask(self, question: Callable[[int], ToEngine]) -> LayoutReply | Explanation:
         if not self.alive:
             raise unavailable("the engine is not ready yet", "engine_not_ready")
         token = next(self._tokens)
         reply = self._replies[token] = asyncio.get_running_loop().create_future()
         try:
-            self._send(SetLayout(token, layout, pin))
+            self._send(question(token))
             return await reply
         finally:
             del self._replies[token]

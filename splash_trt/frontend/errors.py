@@ -4,7 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
-_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
 
 
 class ApiError(Exception):
@@ -37,8 +55,7 @@ class ApiError(Exception):
         """JSON."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, default)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, kind, self.param, self.code)))
 
 
 def unavailable(message: str, code: str) -> ApiError:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from splash_trt.frontend.engine_client import EngineClient, Mailbox
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.metrics import Metrics
-from splash_trt.frontend.responses import usage
+from splash_trt.frontend.responses import Usage
 from splash_trt.frontend.stream import Answer
 from splash_trt.request import FinishReason, Request, TokenDelta
 
 
 class Generation:
-    """One engine request for each prompt. Call `close` when done with it, whatever happened."""
+    """One engine request for each answer. Call `close` when done with it, whatever happened.
+
+    num_choices: so many requests in a row have the same prompt.
+    """
 
     def __init__(
         self,
         engine: EngineClient,
         metrics: Metrics,
         requests: Sequence[Request],
-        new_answer: Callable[[], Answer],
+        answers: Sequence[Answer],
+        num_choices: int = 1,
     ) -> None:
         self._engine = engine
         self._requests = requests
         self._mailbox = Mailbox()
         self._meters = [metrics.request(len(request.prompt)) for request in requests]
         self._open = set(range(len(requests)))
-        self.answers = [new_answer() for _ in requests]
+        self._num_prompt = sum(len(request.prompt) for request in requests[::num_choices])
+        self.answers = answers
 
     def submit(self) -> None:
         """ApiError if there is no engine."""
@@ -44,9 +49,9 @@ class Generation:
                     grown[index] = None
             yield list(grown)
 
-    def counts(self) -> dict[str, int]:
-        """As "usage" in the response."""
-        return usage(sum(len(r.prompt) for r in self._requests), sum(a.num_tokens for a in self.answers))
+    def counts(self) -> Usage:
+        """Tokens so far; a prompt counts once, whatever n is."""
+        return Usage.of(self._num_prompt, sum(answer.num_tokens for answer in self.answers))
 
     def close(self) -> None:
         """Cancels what is not complete: the client went away, or something failed."""

@@ -5,7 +5,6 @@ It ends when a signal asks for it, when the engine ends, or when the process tha
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -18,14 +17,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 from aiohttp import web
 
 from splash_trt.frontend.app import Frontend
-from splash_trt.frontend.client_socket import ClientSocket, check_endpoint
+from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.client_socket import ClientSocket
+from splash_trt.frontend.connection import listen
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import engine_ended, unavailable
 from splash_trt.frontend.metrics import Metrics
+from splash_trt.frontend.options import Options, parse
+from splash_trt.frontend.reading import choose_reasoning_parser, choose_tool_parser
+from splash_trt.frontend.sampling import Defaults
+from splash_trt.frontend.serving import Limits, Serving
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.lifeline import remove_sockets
 
@@ -36,45 +40,6 @@ EXIT_USAGE = 2
 LOG_FORMAT = "frontend: %(levelname)s %(message)s"
 LAST_WORDS_S = 1.0  # for handlers to tell their clients how it ended
 LIFELINE_GRACE_S = 0.8
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Wrong values raise ValueError naming the field."""
-
-    engine: str
-    """Where rank 0 listens: ipc:///path/of/socket."""
-    model_name: str
-    """As clients name it."""
-    tokenizer: str | None = None
-    """Folder with tokenizer.json; None: token ids only."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any free one."""
-    max_queued: int = 1024
-    """Requests that wait for their first token; more are refused with 429."""
-    max_body_bytes: int = 16 << 20
-    ready_deadline_s: float = 30.0
-    """Not ready when there is work and no step completes for so long."""
-    shutdown_deadline_s: float = 10.0
-    """For requests under way to finish in when a signal comes; then they are cancelled."""
-    client_endpoint: str | None = None
-    """Where local clients (Triton's model) are served: ipc:///path or tcp://127.0.0.1:PORT; None: nowhere."""
-    lifeline: int | None = None
-    """File descriptor of a pipe's reading end; this process ends when the pipe does."""
-    end_engine: bool = True
-    """Tell the engine to end when a signal ends this process."""
-    own_socket: bool = False
-    """Remove the engine's socket and its folder at the end, as the engine may not live to do it."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: {self.port} is not allowed; it must be from 0 to 65535")
-        if self.client_endpoint is not None:
-            check_endpoint(self.client_endpoint)
-        for field in ("max_queued", "max_body_bytes", "ready_deadline_s", "shutdown_deadline_s"):
-            value = getattr(self, field)
-            if not value > 0:
-                raise ValueError(f"{field}: {value} is not allowed; it must be above 0")
 
 
 class Ending:
@@ -104,19 +69,11 @@ async def run(options: Options) -> int:
 
     Must run in the main thread, which is the one that signals reach. ValueError: an option that cannot be used.
     """
-    tokenizer = None if options.tokenizer is None else Tokenizer(Path(options.tokenizer))
     metrics = Metrics(options.model_name)
     engine = EngineClient(options.engine, metrics)
     metrics.watch(lambda: engine.status, lambda: engine.ready)
-    frontend = Frontend(
-        engine,
-        metrics,
-        tokenizer,
-        model_name=options.model_name,
-        max_queued=options.max_queued,
-        max_body_bytes=options.max_body_bytes,
-        ready_deadline_s=options.ready_deadline_s,
-    )
+    serving = serving_of(options, engine, metrics)
+    frontend = Frontend(serving, api_key=options.key(), key_for_metrics=options.api_key_for_metrics)
     clients = None
     if options.client_endpoint is not None:
         clients = ClientSocket(options.client_endpoint, frontend, options.model_name, options.max_body_bytes)
@@ -134,16 +91,18 @@ async def run(options: Options) -> int:
     engine.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.on_signal, number.name)
-    ready = None
+    ready, server = None, None
     try:
-        await _listen(runner, options)
+        server = await _listen(runner, options)
         if clients is not None:
             clients.start()
-        ready = asyncio.create_task(_announce(engine, runner, options))
-        return await _serve(options, frontend, clients, engine, runner, ending)
+        ready = asyncio.create_task(_announce(engine, server, options))
+        return await _serve(options, frontend, clients, engine, ending)
     finally:
         if ready is not None:
             ready.cancel()
+        if server is not None:
+            server.close()
         await runner.cleanup()
         if clients is not None:
             await clients.close()
@@ -152,12 +111,41 @@ async def run(options: Options) -> int:
             loop.remove_signal_handler(number)
 
 
-async def _listen(runner: web.AppRunner, options: Options) -> None:
+def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serving:
+    """ValueError for a folder that cannot be used."""
+    tokenizer = None if options.tokenizer is None else Tokenizer(Path(options.tokenizer))
+    knows = (lambda text: False) if tokenizer is None else tokenizer.knows
+    return Serving(
+        engine=engine,
+        metrics=metrics,
+        tokenizer=tokenizer,
+        model_name=options.model_name,
+        limits=Limits(
+            max_queued=options.max_queued,
+            max_body_bytes=options.max_body_bytes,
+            ready_deadline_s=options.ready_deadline_s,
+        ),
+        defaults=load_defaults(options),
+        tool_parser=choose_tool_parser(options.tool_parser, knows),
+        reasoning_parser=choose_reasoning_parser(options.reasoning_parser, knows),
+        beside=Beside(),
+    )
+
+
+def load_defaults(options: Options) -> Defaults:
+    """ValueError for a generation_config.json that cannot be used."""
+    if options.tokenizer is None or options.generation_config == "none":
+        return Defaults()
+    return Defaults.load(Path(options.tokenizer) / "generation_config.json")
+
+
+async def _listen(runner: web.AppRunner, options: Options) -> asyncio.Server:
     try:
-        await web.TCPSite(runner, options.host, options.port).start()
+        server = await listen(runner, options.host, options.port)
     except OSError as error:
         raise _cannot_listen(options, error) from None
-    log.info("port %d is open; waiting for the engine", runner.addresses[0][1])
+    log.info("port %d is open; waiting for the engine", server.sockets[0].getsockname()[1])
+    return server
 
 
 def check_port(options: Options) -> None:
@@ -179,9 +167,9 @@ def _cannot_listen(options: Options, error: OSError) -> ValueError:
     return ValueError(f"port: cannot listen on {options.host}:{options.port}: {why}; choose another --port")
 
 
-async def _announce(engine: EngineClient, runner: web.AppRunner, options: Options) -> None:
+async def _announce(engine: EngineClient, server: asyncio.Server, options: Options) -> None:
     await engine.found.wait()
-    log.info("listening on http://%s:%d for %s", *runner.addresses[0][:2], options.model_name)
+    log.info("listening on http://%s:%d for %s", *server.sockets[0].getsockname()[:2], options.model_name)
 
 
 async def _serve(
@@ -189,10 +177,12 @@ async def _serve(
     frontend: Frontend,
     clients: ClientSocket | None,
     engine: EngineClient,
-    runner: web.AppRunner,
     ending: Ending,
 ) -> int:
-    """From the first request to the last; how it ended, as an exit code."""
+    """From the first request to the last; how it ended, as an exit code.
+
+    The port stays open until the end: whoever comes late is told to try elsewhere instead of finding nobody.
+    """
     asked, lost = asyncio.create_task(ending.wait()), asyncio.create_task(engine.lost.wait())
     links = [*engine.tasks, *(clients.tasks if clients is not None else ())]
     waits = [asked, lost, *links]
@@ -201,13 +191,11 @@ async def _serve(
     finally:
         asked.cancel()
         lost.cancel()
-    frontend.draining = True
+    frontend.drain()
 
     def busy() -> bool:
         return frontend.busy or (clients is not None and clients.busy)
 
-    for site in runner.sites:
-        await site.stop()
     if engine.lost.is_set():
         log.error("the engine ended")
         await _until_idle(busy, ending, LAST_WORDS_S)
@@ -260,24 +248,6 @@ def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, 
 def _remove_socket(options: Options) -> None:
     if options.own_socket:
         remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
-
-
-def parse(argv: Sequence[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="python -m splash_trt.frontend.main", description="HTTP for one engine.")
-    parser.add_argument("--engine", required=True, metavar="ADDRESS", help="ipc:///path/of/socket of rank 0")
-    parser.add_argument("--model-name", required=True, metavar="NAME", help="the model's name for clients")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json; without: token ids only")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
-    parser.add_argument("--max-queued", type=int, default=1024, help="waiting requests at most (default: %(default)s)")
-    parser.add_argument("--max-body-bytes", type=int, default=16 << 20, help="default: %(default)s")
-    parser.add_argument("--ready-deadline", dest="ready_deadline_s", type=float, default=30.0, metavar="SECONDS")
-    parser.add_argument("--shutdown-deadline", dest="shutdown_deadline_s", type=float, default=10.0, metavar="SECONDS")
-    parser.add_argument("--client-endpoint", metavar="ADDRESS", help="serve local clients here, such as Triton's model")
-    parser.add_argument("--lifeline", type=int, metavar="FD", help="end when this pipe does")
-    parser.add_argument("--keep-engine", dest="end_engine", action="store_false", help="leave the engine running")
-    parser.add_argument("--own-socket", action="store_true", help="remove the engine's socket at the end")
-    return Options(**vars(parser.parse_args(argv)))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
+import msgspec
+
 from splash_trt.frontend.tokenizer import Detokenizer
+from splash_trt.frontend.tools.events import CallArguments, CallBegin, Content, Event, Reader, Reasoning
 from splash_trt.request import FinishReason, TokenDelta, TokenLogprob
 
 
@@ -14,8 +18,10 @@ class StopScanner:
     First is the one that ends first, and of those that end together the longest.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], keep: bool = False) -> None:
+        """keep: the stop string that was found is part of the text."""
         self._stops = stops
+        self._keep = keep
         self._first_characters = {stop[0] for stop in stops}
         self._longest = max(map(len, stops), default=0)
         self._held = ""
@@ -28,7 +34,8 @@ class StopScanner:
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            return text[: end if self._keep else start], True
         cut = self._first_possible_start(text)
         self._held = text[cut:]
         return text[:cut], False
@@ -49,10 +56,21 @@ class StopScanner:
 
 @dataclass(frozen=True)
 class ShownLogprob:
-    """`offset`: characters of the answer before this token."""
+    """`offset`: characters of the text before this token. first: nothing comes before it, so `logprob` says nothing."""
 
     logprob: TokenLogprob
     offset: int
+    first: bool = False
+
+
+@dataclass
+class CallDelta:
+    """More of tool call number `index`. `name` and `id` come with its beginning only."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
 
 
 @dataclass
@@ -60,25 +78,60 @@ class Piece:
     """What of one answer can be sent now. Tokens whose text is held back come with an earlier piece than it."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
 
 
-class Answer:
-    """One request's answer as it grows. Without a detokenizer it has no text."""
+@dataclass(frozen=True)
+class Echo:
+    """The prompt is to come first. num_logprobs: with so many alternatives beside each token's; None: without."""
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: tuple[str, ...]) -> None:
+    prompt: tuple[int, ...]
+    num_logprobs: int | None
+    alone: bool
+    """Nothing is to come after it."""
+
+
+class Answer:
+    """One request's answer as it grows. Without a detokenizer it has no text.
+
+    reader: takes the text apart into content, reasoning and tool calls. max_calls: calls after so many are dropped.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        scanner: StopScanner,
+        *,
+        reader: Reader | None = None,
+        max_calls: int | None = None,
+        calls_are_stops: bool = False,
+        echo: Echo | None = None,
+    ) -> None:
+        """calls_are_stops: an answer with calls ends with "stop" as one without does, not with "tool_calls"."""
         self._detokenizer = detokenizer
-        self._scanner = StopScanner(stops)
+        self._scanner = scanner
+        self._reader = reader
+        self._max_calls = max_calls
+        self._calls_are_stops = calls_are_stops
+        self._echo = echo
         self._piece = Piece()
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._num_characters = 0
+        self._num_calls = 0
         self.num_tokens = 0
         self.finish: str | None = None
-        """"stop" or "length" once it is complete, be it by a stop string that the engine does not know of."""
+        """"stop", "length" or "tool_calls" once it is complete, be it by a stop string that no engine knows of."""
 
     def add(self, delta: TokenDelta) -> None:
         """Tokens that complete a stop string end the answer; the delta's others are dropped."""
+        self._piece.prompt_logprobs += delta.prompt_logprobs
+        if self._echo is not None and not self._show_prompt(self._echo, delta):
+            return
         for i, token in enumerate(delta.tokens):
             self.num_tokens += 1
             self._piece.tokens.append(token)
@@ -91,7 +144,7 @@ class Answer:
         if delta.finish is None:
             return
         if self._detokenizer is None or not self._show(self._detokenizer.flush()):
-            self._piece.text += self._scanner.flush()
+            self._sort(self._scanner.flush())
             self._finish(delta.finish.value)
 
     def take(self) -> Piece:
@@ -99,14 +152,73 @@ class Answer:
         piece, self._piece = self._piece, Piece()
         return piece
 
+    def _show_prompt(self, echo: Echo, delta: TokenDelta) -> bool:
+        """False: the answer is not to be looked at, as log-probabilities are yet to come or as it is not wanted."""
+        self._prompt_logprobs += delta.prompt_logprobs
+        wanted = None if echo.num_logprobs is None else len(echo.prompt) - 1
+        if wanted is not None and len(self._prompt_logprobs) < wanted:
+            assert not delta.tokens, "tokens came before the prompt's log-probabilities"
+            return False
+        for i, token in enumerate(echo.prompt):
+            if echo.num_logprobs is not None:
+                known = TokenLogprob(token, 0.0) if i == 0 else self._prompt_logprobs[i - 1]
+                known = msgspec.structs.replace(known, top=known.top[: echo.num_logprobs])
+                self._piece.logprobs.append(ShownLogprob(known, self._num_characters, first=i == 0))
+            if self._detokenizer is not None:
+                text = self._detokenizer.push(token)
+                self._num_characters += len(text)
+                self._piece.text += text
+        self._echo = None
+        if echo.alone:
+            self._piece.text += "" if self._detokenizer is None else self._detokenizer.flush()
+            self._finish("length")
+        return not echo.alone
+
     def _show(self, text: str) -> bool:
         """True if a stop string was found, which ends the answer."""
+        if not text:
+            return False
         self._num_characters += len(text)
         shown, found = self._scanner.push(text)
-        self._piece.text += shown
+        self._sort(shown)
         if found:
             self._finish("stop")
         return found
 
+    def _sort(self, text: str) -> None:
+        if not text:
+            return
+        if self._reader is None:
+            self._piece.text += text
+        else:
+            self._take_events(self._reader.push(text))
+
+    def _take_events(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Content):
+                self._piece.text += event.text
+            elif isinstance(event, Reasoning):
+                self._piece.reasoning += event.text
+            elif isinstance(event, CallBegin):
+                self._num_calls += 1
+                if self._wants_call:
+                    name = f"call_{uuid.uuid4().hex[:24]}"
+                    self._piece.calls.append(CallDelta(self._num_calls - 1, name, event.name, ""))
+            elif self._wants_call:
+                self._more_arguments(event)
+
+    @property
+    def _wants_call(self) -> bool:
+        return self._max_calls is None or self._num_calls <= self._max_calls
+
+    def _more_arguments(self, event: CallArguments) -> None:
+        calls, index = self._piece.calls, self._num_calls - 1
+        if not calls or calls[-1].index != index:
+            calls.append(CallDelta(index, None, None, ""))
+        calls[-1].arguments += event.text
+
     def _finish(self, reason: str) -> None:
-        self.finish = self._piece.finish = reason
+        if self._reader is not None:
+            self._take_events(self._reader.flush())
+        is_call = reason == "stop" and self._num_calls > 0 and not self._calls_are_stops
+        self.finish = self._piece.finish = "tool_calls" if is_call else reason

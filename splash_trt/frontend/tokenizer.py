@@ -1,18 +1,15 @@
-"""Text to token ids and back: tokenizer.json, the model's chat template, and detokenising a token at a time."""
+"""Text to token ids and back: tokenizer.json, and detokenising a token at a time."""
 
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 import tokenizers
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from splash_trt.frontend.chat_template import ChatTemplate
 from splash_trt.frontend.errors import ApiError
 
 REPLACEMENT = "\ufffd"
@@ -92,17 +89,18 @@ class Tokenizer:
         self._longest = max(map(len, self._tokenizer.get_vocab()), default=1) if whole else None
         self._template = ChatTemplate.load(folder)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+    def knows(self, text: str) -> bool:
+        """It is a token of the vocabulary, or the chat template writes it."""
+        in_template = self._template is not None and text in self._template.source
+        return in_template or self._tokenizer.token_to_id(text) is not None
 
-    def encode(self, text: str, limit: int | None = None) -> list[int]:
+    def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt, with what the model wants around it (a begin-of-text token, say).
 
         ApiError if the text is sure to have more than `limit` ids: encoding it could take minutes for nothing.
         """
         self._refuse_long(text, limit, "prompt")
-        return self._encode(text, True)
+        return self._encode(text, add_special_tokens)
 
     def _refuse_long(self, text: str, limit: int | None, field: str) -> None:
         if limit is None or self._longest is None:
@@ -111,8 +109,9 @@ class Tokenizer:
         if least > limit:
             raise ApiError(f"{field}: at least {least} tokens are too many; at most {limit} fit", param=field)
 
-    def encode_chat(self, messages: list[dict[str, str]], limit: int | None = None) -> list[int]:
-        """Ids of a chat up to where the answer begins. ApiError if the template refuses it, or as `encode`."""
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """ApiError if there is none."""
         if self._template is None:
             raise ApiError(
                 "messages: this model has no chat template; use /v1/completions, or put chat_template.jinja beside"
@@ -120,7 +119,10 @@ class Tokenizer:
                 param="messages",
                 code="no_chat_template",
             )
-        text = self._template.render(messages)
+        return self._template
+
+    def encode_chat(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of a rendered chat. ApiError as `encode`."""
         self._refuse_long(text, limit, "messages")
         return self._encode(text, False)
 
@@ -128,19 +130,28 @@ class Tokenizer:
         # encode() would keep every other thread waiting, the event loop's too, until a long text is done.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def detokenizer(self) -> Detokenizer:
-        """Special tokens have no text."""
-        return ByteDetokenizer(self.token_bytes) if self._is_byte_level else WindowDetokenizer(self._decode)
+    def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
+        """Ids of those texts that are special tokens."""
+        ids = [self._tokenizer.token_to_id(text) for text in texts]
+        return frozenset(token for token in ids if token is not None and token in self._special)
+
+    def detokenizer(self, shown: frozenset[int] = frozenset(), show_all: bool = False) -> Detokenizer:
+        """Special tokens have no text, other than those in `shown`."""
+        hidden = frozenset() if show_all else frozenset(self._special - shown)
+        if self._is_byte_level:
+            return ByteDetokenizer(lambda token: b"" if token in hidden else self._spelled(token))
+        return WindowDetokenizer(lambda ids: self._decode([token for token in ids if token not in hidden]))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of a whole sequence, special tokens included."""
+        return self._decode(ids)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to the text; nothing for special tokens and ids without a token."""
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = b"" if token in self._special else self._spelled(token)
-        return known
+        return b"" if token in self._special else self._spelled(token)
 
     def token_name(self, token: int) -> str:
         """How log-probabilities name a token: its text, or its bytes where they are no text by themselves."""
@@ -151,6 +162,12 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _spelled(self, token: int) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._spell(token)
+        return known
+
+    def _spell(self, token: int) -> bytes:
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return b""
@@ -170,68 +187,3 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of_character()
-
-
-class TemplateRefusal(TemplateError):
-    """The template called raise_exception."""
-
-
-class ChatTemplate:
-    """A checkpoint's chat template, run in a sandbox: it comes from a file that somebody else wrote."""
-
-    def __init__(self, source: str, names: dict[str, str]) -> None:
-        """names: bos_token and the like. ValueError if the source is no template."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        self._names = names
-        try:
-            self._template: Template = environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"chat_template: {error}") from None
-
-    @classmethod
-    def load(cls, folder: Path) -> ChatTemplate | None:
-        """From chat_template.jinja, else from tokenizer_config.json; None if neither has one."""
-        config = _read_json(folder / "tokenizer_config.json")
-        names = {}
-        for name, value in config.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                names[name] = text
-        file, source = folder / "chat_template.jinja", config.get("chat_template")
-        if file.exists():
-            source = file.read_text(encoding="utf-8")
-        if isinstance(source, list):  # several, by name
-            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-        return cls(source, names) if isinstance(source, str) else None
-
-    def render(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
-        except TemplateRefusal as refusal:
-            raise ApiError(f"messages: {refusal}", param="messages") from None
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # It expects something of the messages that they lack.
-            message = f"messages: the model's chat template cannot take them: {error}"
-            raise ApiError(message, param="messages") from None
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateRefusal(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An absent file is an empty one."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"tokenizer: {path} is not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}

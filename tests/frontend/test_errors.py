@@ -14,6 +14,9 @@ from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_r
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "listen"}}
+BAD_CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "[1]"}}
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5, 400]}, "prompt"),  # beyond the vocabulary
@@ -43,12 +46,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "temperature": float("inf")}, "temperature"),
     ({"prompt": "a", "top_p": 0}, "top_p"),
     ({"prompt": "a", "top_p": 1.01}, "top_p"),
-    ({"prompt": "a", "top_k": -1}, "top_k"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
     ({"prompt": "a", "min_p": 2}, "min_p"),
     ({"prompt": "a", "seed": -1}, "seed"),
     ({"prompt": "a", "seed": 2**63}, "seed"),
     ({"prompt": "a", "stop": ["x"] * 1000}, "stop"),
-    ({"prompt": "a", "stop": ["x", ""]}, "stop"),
+    ({"prompt": "a", "stop": ["x", ""]}, "stop[1]"),
     ({"prompt": "a", "stop": "x" * 257}, "stop"),
     ({"prompt": "a", "stop": [5]}, "stop[0]"),
     ({"prompt": "a", "stop": "x", "detokenize": False}, "stop"),
@@ -56,10 +59,31 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stop_token_ids": [5] * 1000}, "stop_token_ids"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),
-    ({"prompt": "a", "n": 2}, "n"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 129}, "n"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
-    ({"prompt": "a", "echo": True}, "echo"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "n": 2, "best_of": 3}, "best_of"),
+    ({"prompt": "a", "suffix": "z"}, "suffix"),
+    ({"prompt": "a", "echo": 1}, "echo"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens"),  # of 16
+    ({"prompt": "a", "logit_bias": {"400": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"\u0665": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt": "a", "guided_regex": "[a-z]", "guided_choice": ["a"]}, "guided_choice"),
+    ({"prompt": "a", "guided_choice": []}, "guided_choice"),
+    ({"prompt": "a", "guided_json": "no schema"}, "guided_json"),
+    ({"prompt": "a", "guided_regex": ""}, "guided_regex"),
+    ({"prompt": "a", "guided_json": {"enum": ["x" * 70_000]}}, "guided_json"),
+    ({"prompt": "a", "structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+    ({"prompt": "a", "structured_outputs": {"colour": 1}}, "structured_outputs.colour"),
+    ({"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"prompt": "a", "colour": "red"}, "colour"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"colour": 1}}, "stream_options.colour"),
@@ -78,9 +102,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER, "top_logprobs": 5}, "top_logprobs"),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": USER, "logprobs": 5}, "logprobs"),
-    ({"messages": USER, "n": 3}, "n"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
-    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "n": 129}, "n"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": USER, "tools": [TOOL]}, "tools"),  # this template has no place for them
+    ({"messages": USER, "tools": [TOOL] * 129}, "tools"),
+    ({"messages": USER, "tools": [TOOL, TOOL]}, "tools"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": USER, "tool_choice": "perhaps"}, "tool_choice"),
+    ({"messages": USER, "tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
+    ({"messages": USER, "tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"messages": USER, "response_format": {"type": "regex"}}, "response_format.regex"),
+    ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": USER, "store": True}, "store"),
+    ({"messages": USER, "suffix": "z"}, "suffix"),
     ({"messages": USER, "prompt": "Hello"}, "prompt"),
 ]
 BAD_BYTES: list[tuple[bytes, str | None]] = [
@@ -168,8 +205,8 @@ def test_what_is_no_http(server: FrontendProcess) -> None:
 
 
 def test_neutral_values_that_clients_send_unasked(server: FrontendProcess) -> None:
-    body = {"prompt": "a", "max_tokens": 1, "n": 1, "best_of": 1, "echo": False, "suffix": None, "user": "u"}
-    assert server.ask("POST", COMPLETIONS, {**body, "presence_penalty": 0, "logit_bias": {}}).status == 200
+    body = {"prompt": "a", "max_tokens": 1, "n": 1, "best_of": 1, "echo": False, "suffix": "", "user": "u"}
+    assert server.ask("POST", COMPLETIONS, {**body, "presence_penalty": 0, "logit_bias": {}, "top_k": -1}).status == 200
     chat = {"messages": USER, "max_tokens": 1, "response_format": {"type": "text"}, "tools": None, "stop": None}
     assert server.ask("POST", CHAT, {**chat, "temperature": None, "stream": None}).status == 200
 

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from splash_trt.frontend.app import LONG_TEXT, Frontend
 from splash_trt.frontend.beside import Beside
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.metrics import Metrics
+from splash_trt.frontend.sampling import Defaults
+from splash_trt.frontend.serving import LONG_TEXT, Limits, Serving
 
 
 class Recorder:
@@ -22,27 +23,29 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, threading.Thread]] = []
 
-    def encode(self, text: str, limit: int | None = None) -> list[int]:
+    def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
         self.calls.append((text, threading.current_thread()))
         return [len(text)]
 
 
-def _frontend(tokenizer: Recorder) -> Frontend:
-    return Frontend(
-        cast(Any, None),
-        Metrics(),
-        cast(Any, tokenizer),
+def _serving(tokenizer: Recorder) -> Serving:
+    return Serving(
+        engine=cast(Any, None),
+        metrics=Metrics(),
+        tokenizer=cast(Any, tokenizer),
         model_name="m",
-        max_queued=3,
-        max_body_bytes=1 << 20,
-        ready_deadline_s=1.0,
+        limits=Limits(max_queued=3, max_body_bytes=1 << 20, ready_deadline_s=1.0),
+        defaults=Defaults(),
+        tool_parser="none",
+        reasoning_parser="none",
+        beside=Beside(),
     )
 
 
 def test_too_many_prompts_are_refused_before_any_is_encoded() -> None:
     tokenizer = Recorder()
     with pytest.raises(ApiError, match="prompt: 4 prompts are too many; at most 3"):
-        asyncio.run(_frontend(tokenizer)._encode(["a", "b", "c", "d"], 100))
+        asyncio.run(_serving(tokenizer).encode(["a", "b", "c", "d"], 100))
     assert not tokenizer.calls
 
 
@@ -50,14 +53,14 @@ def test_too_many_prompts_are_refused_before_any_is_encoded() -> None:
 def test_short_texts_that_are_long_together_are_encoded_beside_the_loop(beside: bool) -> None:
     tokenizer, length = Recorder(), LONG_TEXT // 2
     texts: list[str | list[int]] = ["x" * length, "y" * (length + beside)]
-    assert asyncio.run(_frontend(tokenizer)._encode(texts, 100)) == [(length,), (length + beside,)]
+    assert asyncio.run(_serving(tokenizer).encode(texts, 100)) == [(length,), (length + beside,)]
     assert [text for text, _ in tokenizer.calls] == texts
     assert all((thread is not threading.main_thread()) == beside for _, thread in tokenizer.calls)
 
 
 def test_token_ids_stay_as_they_are() -> None:
     tokenizer = Recorder()
-    assert asyncio.run(_frontend(tokenizer)._encode([[1, 2], [3]], 100)) == [(1, 2), (3,)]
+    assert asyncio.run(_serving(tokenizer).encode([[1, 2], [3]], 100)) == [(1, 2), (3,)]
     assert not tokenizer.calls
 
 

@@ -50,7 +50,7 @@ def test_text_is_held_back_only_while_it_could_begin_a_stop_string() -> None:
 
 
 def answer_to(tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> Answer:
-    return Answer(tokenizer.detokenizer(), stops)
+    return Answer(tokenizer.detokenizer(), StopScanner(stops))
 
 
 def test_pieces_are_whole_characters(tokenizer: Tokenizer) -> None:
@@ -104,7 +104,7 @@ def test_the_token_that_stopped_the_engine_has_no_text(tokenizer: Tokenizer) -> 
 
 
 def test_without_text(tokenizer: Tokenizer) -> None:
-    answer = Answer(None, ())
+    answer = Answer(None, StopScanner(()))
     answer.add(TokenDelta("a", (5, 6), finish=FinishReason.LENGTH))
     piece = answer.take()
     assert (piece.text, piece.tokens, piece.finish) == ("", [5, 6], "length")

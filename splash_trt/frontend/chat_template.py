@@ -1,0 +1,126 @@
+"""A checkpoint's chat template: messages and tools to the text that the model was trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, meta
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from splash_trt.frontend.errors import ApiError
+
+_ASKS_FOR_NONE = re.compile(r"content['\"]?\]? is (not )?none")
+
+
+class TemplateRefusal(TemplateError):
+    """The template called raise_exception."""
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, run in a sandbox: it comes from a file that somebody else wrote."""
+
+    def __init__(self, source: str, names: dict[str, str]) -> None:
+        """names: bos_token and the like. ValueError if the source is no template."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        self._names = names
+        self.source = source
+        try:
+            self._template: Template = environment.from_string(source)
+            self._variables = meta.find_undeclared_variables(environment.parse(source))
+        except TemplateError as error:
+            raise ValueError(f"chat_template: {error}") from None
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """From chat_template.jinja, else from tokenizer_config.json; None if neither has one."""
+        config = _read_json(folder / "tokenizer_config.json")
+        names = {}
+        for name, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                names[name] = text
+        file, source = folder / "chat_template.jinja", config.get("chat_template")
+        if file.exists():
+            source = file.read_text(encoding="utf-8")
+        if isinstance(source, list):  # several, by name
+            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        return cls(source, names) if isinstance(source, str) else None
+
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in self._variables
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        more: dict[str, Any] | None = None,
+        *,
+        answer_follows: bool = True,
+    ) -> str:
+        """The chat up to where the answer begins. ApiError if the template refuses it.
+
+        Arguments of calls in `messages` are objects. more: the template's own switches, such as enable_thinking.
+        answer_follows: the text ends with what an answer begins with.
+        """
+        given = {**(more or {}), "tools": tools, "add_generation_prompt": answer_follows, **self._names}
+        if not _ASKS_FOR_NONE.search(self.source):
+            messages = [{**m, "content": ""} if m.get("content") is None else m for m in messages]
+        try:
+            return self._render(messages, given)
+        except TemplateRefusal as refusal:
+            raise ApiError(f"messages: {refusal}", param="messages") from None
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # It expects something of the messages that they lack.
+            message = f"messages: the model's chat template cannot take them: {error}"
+            raise ApiError(message, param="messages") from None
+
+    def _render(self, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
+        try:
+            return self._template.render(messages=messages, **given)
+        except TypeError:
+            with_text = [_with_text_arguments(message) for message in messages]
+            if with_text == messages:
+                raise
+            # Some templates, DeepSeek-V3's among them, put the arguments' JSON text behind other text.
+            return self._template.render(messages=with_text, **given)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _to_json(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes for HTML, which no model was trained on. The arguments are those of transformers' filter.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An absent file is an empty one."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"tokenizer: {path} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}

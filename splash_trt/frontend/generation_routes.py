@@ -1,0 +1,256 @@
+"""POST /v1/completions and /v1/chat/completions: from a body to requests in the engine, and their answers back."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from splash_trt.frontend.chat import ChatBody, render
+from splash_trt.frontend.client_socket import Completion as LocalCompletion
+from splash_trt.frontend.decoding import decode
+from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.generation import Generation
+from splash_trt.frontend.protocol import CompletionBody, GenerationBody
+from splash_trt.frontend.reading import MessageReader, call_reader, markers
+from splash_trt.frontend.reasoning import ReasoningReader, closed, opens_thinking
+from splash_trt.frontend.sampling import DEFAULT_MAX_TOKENS, choice_seed, request_of, sampling_of
+from splash_trt.frontend.serving import LONG_TEXT, Serving, clients_id
+from splash_trt.frontend.shapes import ChatShape, CompletionShape, Shape, Wanted, event
+from splash_trt.frontend.stream import Answer, Echo, StopScanner
+from splash_trt.frontend.structured import grammar_of
+from splash_trt.frontend.tokenizer import Detokenizer
+from splash_trt.frontend.tools.events import Reader
+from splash_trt.frontend.tools.forced import CallListReader, NamedCallReader
+from splash_trt.link import Ready
+from splash_trt.request import Grammar, Request
+
+log = logging.getLogger(__name__)
+
+Prompt = tuple[int, ...]
+NewAnswer = Callable[[Prompt], Answer]
+
+
+class GenerationRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/v1/completions", self._completions)
+        router.add_post("/v1/chat/completions", self._chat)
+
+    async def local_completion(self, data: bytes, request_id: str) -> LocalCompletion:
+        """For local clients: the body of a completion with one prompt. ApiError says why it is refused."""
+        body = decode(data, CompletionBody)
+        ready = self._check(body)
+        prompts = await self._serving.encode(body.prompts(), ready.max_context)
+        if len(prompts) * body.num_choices != 1:
+            field = "n" if len(prompts) == 1 else "prompt"
+            message = f"{field}: only one answer to one prompt is allowed here"
+            raise ApiError(message, param=field)
+        requests = self._requests(body, request_id, prompts, grammar_of(body), ready, DEFAULT_MAX_TOKENS)
+        return LocalCompletion(self._generation(requests, 1, self._completion_answer(body)), len(prompts[0]))
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        body = await self._serving.body(http, CompletionBody)
+        ready = self._check(body)
+        grammar = grammar_of(body)
+        prompts = await self._serving.encode(body.prompts(), ready.max_context)
+        response_id = f"cmpl-{uuid.uuid4().hex}"
+        requests = self._requests(body, response_id, prompts, grammar, ready, DEFAULT_MAX_TOKENS)
+        generation = self._generation(requests, body.num_choices, self._completion_answer(body))
+        return await self._answer(http, body, generation, self._shape(CompletionShape, body, response_id))
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        body = await self._serving.body(http, ChatBody)
+        ready = self._check(body)
+        grammar = grammar_of(body)
+        text, prompt = await self._chat_prompt(body, grammar, ready)
+        response_id = f"chatcmpl-{uuid.uuid4().hex}"
+        requests = self._requests(body, response_id, [prompt], grammar, ready, None)
+        generation = self._generation(requests, body.num_choices, self._chat_answer(body, grammar, text))
+        return await self._answer(http, body, generation, self._shape(ChatShape, body, response_id))
+
+    def _check(self, body: GenerationBody) -> Ready:
+        """What can be refused before the prompt is encoded."""
+        ready = self._serving.ready_to_generate(body.model)
+        body.check()
+        if body.stops:
+            self._serving.need_tokenizer("stop")
+        body.num_logprobs()
+        return ready
+
+    async def _chat_prompt(self, body: ChatBody, grammar: Grammar | None, ready: Ready) -> tuple[str, Prompt]:
+        """As text and as token ids."""
+        tokenizer = self._serving.need_tokenizer("messages")
+        if body.functions and grammar is None and self._serving.tool_parser == "none":
+            message = "tools: how this model writes calls is not known; serve it with --tool-parser"
+            raise ApiError(message, param="tools", code="no_tool_parser")
+        tools = None if body.tool_choice == "none" else body.tools
+
+        def encode() -> tuple[str, Prompt]:
+            text = render(tokenizer.chat_template, body.messages, tools, body.switches)
+            text = text if grammar is None else closed(text)
+            return text, tuple(tokenizer.encode_chat(text, ready.max_context))
+
+        # A template may take long over few words, but what it takes long over is most often a long text.
+        return await self._serving.beside.run(encode) if _num_characters(body) > LONG_TEXT else encode()
+
+    def _requests(
+        self,
+        body: GenerationBody,
+        response_id: str,
+        prompts: list[Prompt],
+        grammar: Grammar | None,
+        ready: Ready,
+        default_max_tokens: int | None,
+    ) -> list[Request]:
+        """Of each prompt in turn its n choices."""
+        requests = []
+        for number, prompt in enumerate(prompts):
+            room = max(1, ready.max_context - len(prompt))
+            sampling = sampling_of(body, self._serving.defaults, grammar, ready, room, default_max_tokens)
+            for choice in range(body.num_choices):
+                own = msgspec.structs.replace(sampling, seed=choice_seed(body.seed, choice))
+                request_id = f"{response_id}-{number * body.num_choices + choice}"
+                requests.append(request_of(request_id, prompt, own, ready))
+        return requests
+
+    def _completion_answer(self, body: CompletionBody) -> NewAnswer:
+        alone = 0 in (body.max_tokens, body.max_completion_tokens)
+
+        def new(prompt: Prompt) -> Answer:
+            echo = Echo(prompt, body.logprobs, alone) if body.echo else None
+            return Answer(self._detokenizer(body), _scanner(body), echo=echo)
+
+        return new
+
+    def _chat_answer(self, body: ChatBody, grammar: Grammar | None, text: str) -> NewAnswer:
+        """text: the prompt's."""
+        max_calls = 1 if body.parallel_tool_calls is False else None
+
+        def new(prompt: Prompt) -> Answer:
+            return Answer(
+                self._detokenizer(body),
+                _scanner(body),
+                reader=self._reader(body, grammar, text),
+                max_calls=max_calls,
+                calls_are_stops=body.forced_function is not None,
+            )
+
+        return new
+
+    def _reader(self, body: ChatBody, grammar: Grammar | None, text: str) -> Reader | None:
+        if body.forced_function is not None:
+            return NamedCallReader(body.forced_function)
+        if body.forces_calls:
+            return CallListReader()
+        if grammar is not None or not body.wants_text:
+            return None
+        thinks = self._serving.reasoning_parser != "none"
+        thoughts = ReasoningReader(opens_thinking(text)) if thinks else None
+        calls = call_reader(self._serving.tool_parser, body.functions) if body.functions else None
+        return None if thoughts is None and calls is None else MessageReader(thoughts, calls)
+
+    def _detokenizer(self, body: GenerationBody) -> Detokenizer | None:
+        tokenizer = self._serving.tokenizer
+        if tokenizer is None or not body.wants_text:
+            return None
+        show_all = body.skip_special_tokens is False
+        if not isinstance(body, ChatBody):
+            return tokenizer.detokenizer(show_all=show_all)
+        tags = markers(self._serving.tool_parser, self._serving.reasoning_parser)
+        return tokenizer.detokenizer(tokenizer.special_ids(tags), show_all)
+
+    def _shape(self, kind: type[Shape], body: GenerationBody, response_id: str) -> Shape:
+        tokenizer = self._serving.tokenizer if body.wants_text else None
+        options = body.stream_options
+        wanted = Wanted(
+            logprobs=body.num_logprobs(),
+            prompt_logprobs=body.prompt_logprobs,
+            # Without text they are all there is to tell.
+            token_ids=bool(body.return_token_ids) or tokenizer is None,
+            usage_at_end=options is not None and options.include_usage,
+            usage_always=options is not None and options.continuous_usage_stats,
+        )
+        return kind(
+            response_id,
+            self._serving.model_name,
+            (lambda token: f"token_id:{token}") if tokenizer is None else tokenizer.token_name,
+            None if tokenizer is None else tokenizer.token_bytes,
+            wanted,
+        )
+
+    def _generation(self, requests: list[Request], num_choices: int, new_answer: NewAnswer) -> Generation:
+        """To be submitted at once, as there is room for it now."""
+        self._serving.check_room(len(requests))
+        answers = [new_answer(request.prompt) for request in requests]
+        return Generation(self._serving.engine, self._serving.metrics, requests, answers, num_choices)
+
+    async def _answer(
+        self, http: web.Request, body: GenerationBody, generation: Generation, shape: Shape
+    ) -> web.StreamResponse:
+        self._serving.num_streams += 1
+        try:
+            generation.submit()
+            return await (_stream if body.stream else _whole)(http, generation, shape)
+        finally:
+            generation.close()
+            self._serving.num_streams -= 1
+
+
+async def _whole(http: web.Request, generation: Generation, shape: Shape) -> web.StreamResponse:
+    async for _ in generation.run():
+        pass
+    body = shape.whole([answer.take() for answer in generation.answers], generation.counts())
+    headers = {"X-Request-Id": clients_id(http) or shape.id}
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+async def _stream(http: web.Request, generation: Generation, shape: Shape) -> web.StreamResponse:
+    headers = {"X-Request-Id": clients_id(http) or shape.id, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **headers})
+    try:
+        await response.prepare(http)
+        opening = shape.opening(len(generation.answers), generation.counts())
+        if opening:
+            await response.write(opening)
+        async for grown in generation.run():
+            counts = generation.counts()
+            data = b"".join([shape.chunk(index, generation.answers[index].take(), counts) for index in grown])
+            if data:
+                await response.write(data)
+        await response.write(shape.closing(generation.counts()))
+    except ConnectionResetError:
+        log.debug("%s: the client went away", shape.id)
+    except ApiError as error:
+        await _end_with(response, error)
+    except Exception:
+        log.exception("%s failed", shape.id)
+        await _end_with(response, ApiError("the server failed; its log says why", status=500))
+    return response
+
+
+async def _end_with(response: web.StreamResponse, error: ApiError) -> None:
+    """The status line is long gone: the error becomes the stream's last event."""
+    try:
+        await response.write(event(error.body()))
+    except ConnectionResetError:
+        pass  # nobody is left to tell
+
+
+def _scanner(body: GenerationBody) -> StopScanner:
+    return StopScanner(body.stops, keep=bool(body.include_stop_str_in_output))
+
+
+def _num_characters(body: ChatBody) -> int:
+    """About how long the prompt will be."""
+    of_messages = sum(
+        len(message.content) if isinstance(message.content, str) else sum(len(part.text) for part in message.content)
+        for message in body.messages
+        if message.content is not None
+    )
+    return of_messages + LONG_TEXT * len(body.tools or ())

@@ -1,0 +1,132 @@
+"""What every route has: the engine, the tokenizer, the limits, and the first checks of a request."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.decoding import decode
+from splash_trt.frontend.engine_client import EngineClient
+from splash_trt.frontend.errors import ApiError, unavailable
+from splash_trt.frontend.metrics import Metrics
+from splash_trt.frontend.sampling import Defaults
+from splash_trt.frontend.tokenizer import Tokenizer
+from splash_trt.link import Ready
+
+LONG_TEXT = 2000  # characters; more than that is tokenised beside the event loop
+RETRY_AFTER_S = 1
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    max_queued: int
+    """Requests that wait for their first token."""
+    max_body_bytes: int
+    ready_deadline_s: float
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """One model served. tokenizer None: prompts are token ids, and answers too."""
+
+    engine: EngineClient
+    metrics: Metrics
+    tokenizer: Tokenizer | None
+    model_name: str
+    limits: Limits
+    defaults: Defaults
+    tool_parser: str
+    """"deepseek_v3", "glm" or "none"."""
+    reasoning_parser: str
+    """"think" or "none"."""
+    beside: Beside
+    num_streams: int = 0
+    """Generations under way."""
+    draining: bool = False
+    """New work is refused, what is under way goes on."""
+
+    async def body(self, http: web.Request, kind: type[Body]) -> Body:
+        """ApiError (4xx) for what is no such body."""
+        most = self.limits.max_body_bytes
+        try:
+            if (http.content_length or 0) > most:
+                raise web.HTTPRequestEntityTooLarge(most, http.content_length or 0)
+            data = await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise ApiError(f"body: at most {most} bytes are allowed", status=413, param="body") from None
+        except web.RequestPayloadError as error:  # compressed, and cannot be decompressed
+            raise ApiError(f"body: {' '.join(str(error).split())}", param="body") from None
+        return decode(data, kind)
+
+    def ready(self) -> Ready:
+        """What the engine serves. ApiError (503) before it has said so."""
+        if self.engine.ready is None:
+            raise unavailable("the engine is not ready yet", "engine_not_ready")
+        return self.engine.ready
+
+    def ready_to_generate(self, model: str | None) -> Ready:
+        """What can be refused before the prompt is looked at."""
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        ready = self.ready()
+        if not self.engine.alive:
+            raise unavailable("the engine is not ready yet", "engine_not_ready")
+        self.check_model(model)
+        return ready
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            message = f"model: {name[:200]!r} is not served here; it must be {self.model_name!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+
+    def need_tokenizer(self, field: str) -> Tokenizer:
+        """field: what cannot be served without."""
+        if self.tokenizer is None:
+            remedy = (
+                'send token ids as "prompt" to /v1/completions, or serve an engine built from a folder with'
+                " tokenizer.json"
+            )
+            message = f"{field}: this server has no tokenizer; {remedy}"
+            raise ApiError(message, param=field, code="no_tokenizer")
+        return self.tokenizer
+
+    async def encode(self, prompts: list[str | list[int]], limit: int) -> list[tuple[int, ...]]:
+        """Token ids of each prompt; all are texts, or none is. Texts sure to have more than `limit` are refused."""
+        most = self.limits.max_queued
+        if len(prompts) > most:
+            message = f"prompt: {len(prompts)} prompts are too many; at most {most} may come at once"
+            raise ApiError(message, param="prompt")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        tokenizer = self.need_tokenizer("prompt")
+
+        def encode() -> list[tuple[int, ...]]:
+            return [tuple(tokenizer.encode(text, limit)) for text in texts]
+
+        return await self.beside.run(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
+
+    def check_room(self, num_requests: int) -> None:
+        """ApiError (429) if so many more may not wait."""
+        waiting, most = self.engine.num_unstarted, self.limits.max_queued
+        if waiting + num_requests > most:
+            message = f"{waiting} requests wait already, of {most} that may; try later"
+            raise ApiError(message, status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
+
+
+def clients_id(http: web.Request) -> str | None:
+    """The X-Request-Id that the client gave; None if it gave none that can be sent back."""
+    given = http.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else None
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
