@@ -40,6 +40,10 @@ INSTALL_REQUIRES = [
     "tokenizers>=0.21",
     # Checkpoints' chat templates, which are written in it; run in its sandbox.
     "jinja2>=3.1",
+    # Grammars, regular expressions and JSON schemas that an output has to follow. One wheel of 3 MB for every Python
+    # from 3.10 on, MIT, without dependencies, and limits on what a grammar may cost. xgrammar, the other one in use by
+    # engines, installs torch, transformers and triton with it.
+    "llguidance>=1.9",
     # Metrics in Prometheus's text format.
     "prometheus-client>=0.20",
 ]
@@ -66,6 +70,8 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.4",
         "hypothesis>=6.100",
         "psutil>=6",
+        # Says whether an output that had to follow a JSON schema does.
+        "jsonschema>=4.20",
         # The client that most users of the HTTP API have.
         "openai>=1.60",
         # Triton Inference Server's own clients; the server is installed by scripts/triton_server.sh.

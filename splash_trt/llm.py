@@ -65,11 +65,12 @@ class LLM:
         self._source: WeightSource = (
             Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
         )
+        self._tokenizer = folder if (folder / "tokenizer.json").exists() else None
         self._count = 0
         self._broken = False
         self._closed = False
         self._close: Callable[[], None] = lambda: None
-        self._worker = start_worker(self._start(), self.model, self.config, self._source)
+        self._worker = start_worker(self._start(), self.model, self.config, self._source, self._tokenizer)
         rank = self._worker.world.rank
         self.orchestrator: Orchestrator | None = None
         if rank == 0:
@@ -125,12 +126,14 @@ class LLM:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
 
-    @staticmethod
-    def _add(requests: Sequence[Request], orchestrator: Orchestrator) -> None:
+    def _add(self, requests: Sequence[Request], orchestrator: Orchestrator) -> None:
         """All of them or, with a ValueError, none."""
         added = []
         try:
             for request in requests:
+                grammar = request.sampling.grammar
+                if grammar is not None:
+                    self._worker.runner.check_grammar(grammar)
                 orchestrator.add(request)
                 added.append(request.id)
         except ValueError:
@@ -181,7 +184,7 @@ class LLM:
 
     def _follow(self, world: World) -> None:
         """The program of a rank that is a thread: outputs of generate() are not for it."""
-        worker = start_worker(world, self.model, self.config, self._source)
+        worker = start_worker(world, self.model, self.config, self._source, self._tokenizer)
         while worker.follow() is not None:
             pass
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from splash_trt.config import Layout
-from splash_trt.request import SamplingParams
+from splash_trt.request import Grammar
 
 LAST_SAMPLED = -1  # in `token`: the id that the sampler last gave this row's slot
 SAMPLE = -1  # in `want_target`: choose a token here; any other value is scored only
@@ -39,12 +39,17 @@ class SlotControls(msgspec.Struct, frozen=True, array_like=True):
     """
 
     slot: int
-    sampling: SamplingParams
-    num_prompt: int
     prompt: bytes
-    """The prompt's ids as int32; empty unless repetition_penalty needs them."""
+    """The prompt's ids as int32; empty unless the repetition penalty needs them."""
     output: bytes
     """The ids generated so far, as int32."""
+    penalties: tuple[float, float, float] | None
+    """Repetition, frequency, presence; None: there are none."""
+    logit_bias: dict[int, float]
+    stop_token_ids: tuple[int, ...]
+    free_from: int
+    """The first position that may end the output, as min_tokens has it; at most 2**31 - 1."""
+    grammar: Grammar | None
 
 
 def _ints(*shape: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 256
+MAX_TOKEN_ID = (1 << 31) - 1
 MAX_LOGIT_BIAS = 300  # entries, as OpenAI allows
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PRIORITY = 1 << 31  # the scheduler keeps priorities, and their negatives, in 64 bits
@@ -113,8 +114,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         seed_ok = self.seed is None or (_whole(self.seed) and 0 <= self.seed < 1 << 63)
         _check(seed_ok, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         stops = self.stop_token_ids
-        stop_ok = isinstance(stops, tuple | list) and all(_whole(i) and i >= 0 for i in stops)
-        allowed = f"a tuple of at most {MAX_STOP_IDS} ids, none negative"
+        stop_ok = isinstance(stops, tuple | list) and all(_whole(i) and 0 <= i <= MAX_TOKEN_ID for i in stops)
+        allowed = f"a tuple of at most {MAX_STOP_IDS} ids from 0 to {MAX_TOKEN_ID}"
         _check(stop_ok and len(stops) <= MAX_STOP_IDS, "stop_token_ids", stops, allowed)
         for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             ok = value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
@@ -140,7 +141,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if len(bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias: {len(bias)} entries are too many; it must be at most {MAX_LOGIT_BIAS}")
         for token, value in bias.items():
-            _check(_whole(token) and token >= 0, "logit_bias", token, "token ids, none negative")
+            ok = _whole(token) and 0 <= token <= MAX_TOKEN_ID
+            _check(ok, "logit_bias", token, f"token ids from 0 to {MAX_TOKEN_ID}")
             ok = isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
             _check(ok, "logit_bias", {token: value}, "biases from -100 to 100")
 

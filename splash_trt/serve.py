@@ -215,8 +215,13 @@ def check_frontend(options: ServeOptions) -> None:
     check_port(http)
 
 
+def tokenizer_folder(options: ServeOptions) -> Path | None:
+    """Holds tokenizer.json; None: there is none."""
+    return open_engine(options.folder).tokenizer_dir if options.engine is not None else None
+
+
 def frontend_options(options: ServeOptions, link_address: str) -> FrontendOptions:
-    tokenizer = open_engine(options.folder).tokenizer_dir if options.engine is not None else None
+    tokenizer = tokenizer_folder(options)
     return FrontendOptions(
         **msgspec.structs.asdict(options.http),
         engine=link_address,
@@ -247,7 +252,7 @@ def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_
 def _serve(world: World, options: ServeOptions, link_address: str | None, frontend: OwnFrontend | None) -> int:
     model, source = open_model(options)
     config = engine_config(options, model)
-    worker = start_worker(world, model, config, source)
+    worker = start_worker(world, model, config, source, tokenizer_folder(options))
     if world.rank != 0:
         worker.follow()
         return 0

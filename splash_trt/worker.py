@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from splash_trt import plan as plans
 from splash_trt.config import EngineConfig
@@ -44,10 +45,15 @@ class Worker:
         return result
 
 
-def start_worker(world: World, model: ModelConfig, config: EngineConfig, source: WeightSource) -> Worker:
-    """Load this rank's part of the model. All ranks come up or all raise, naming the one that could not."""
+def start_worker(
+    world: World, model: ModelConfig, config: EngineConfig, source: WeightSource, tokenizer: Path | None = None
+) -> Worker:
+    """Load this rank's part of the model. All ranks come up or all raise, naming the one that could not.
+
+    tokenizer: a folder with tokenizer.json, which requests with a grammar need.
+    """
     try:
-        runner = Runner(model, config, world.collectives, world.watch, source)
+        runner = Runner(model, config, world.collectives, world.watch, source, tokenizer)
     except Exception as error:
         world.control.agree(f"{type(error).__name__}: {error}")
         raise

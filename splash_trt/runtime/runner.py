@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,9 +23,13 @@ from splash_trt.memory.map import memory_map
 from splash_trt.migration.mover import Mover
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import SAMPLE, Plan, RankStatus, StepResult
+from splash_trt.request import Grammar
 from splash_trt.runtime.absorbed import ABSORBED, AbsorbedAttention
+from splash_trt.runtime.controls import Controls
 from splash_trt.runtime.expanded import ExpandedAttention
+from splash_trt.runtime.grammar import GrammarCompiler
 from splash_trt.runtime.inputs import InputBuilder, StepInputs
+from splash_trt.runtime.penalties import Share
 from splash_trt.runtime.sampler import RowParams, Sampler
 from splash_trt.runtime.tables import SlotTables
 from splash_trt.weights.shards import align, heads_of
@@ -43,7 +48,9 @@ class Runner:
         collectives: Collectives,
         watch: Watch,
         source: WeightSource,
+        tokenizer: Path | None = None,
     ) -> None:
+        """tokenizer: a folder with tokenizer.json, which requests with a grammar need."""
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         max_context = config.context_of(model.max_positions)
         self._model = model
@@ -74,7 +81,17 @@ class Runner:
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim)
         self._mover = Mover(self.storage, self.weights, collectives)
         self._ended = time.monotonic()
-        self._sampler = Sampler(collectives, partition(model.vocab_size, collectives.size)[rank][0], model.vocab_size)
+        first, end = partition(model.vocab_size, collectives.size)[rank]
+        self._sampler = Sampler(collectives, first, model.vocab_size)
+        self._compiler = _compiler(model, tokenizer)
+        share = Share(first, end - first)
+        self._controls = Controls(share, config.max_running, model.eos_token_ids, self._compiler)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """ValueError if it does not compile, or this deployment can follow none."""
+        if isinstance(self._compiler, str):
+            raise ValueError(self._compiler)
+        self._compiler.check(grammar)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -82,6 +99,7 @@ class Runner:
         begin = time.monotonic()
         gap = begin - self._ended
         new_epoch = self._tables.apply(plan)
+        self._controls.apply(plan)
         if new_epoch:
             self.weights.residency = SPECS[plan.layout].residency
         errors = [self._mover.before(plan)]
@@ -154,13 +172,26 @@ class Runner:
         slot = plan.slot[row]
         position = plan.position[plan.want_index] + 1
         params = RowParams.build(self._tables.sampling[slot], position, plan.want_target, hidden.device)
-        found = self._sampler(engine.head(wanted), params)
+        adjustment = self._controls.adjustment(slot, position, plan.want_target)
+        found = self._sampler(engine.head(wanted), params, adjustment)
         chosen = np.flatnonzero(plan.want_target == SAMPLE)
         self._tables.remember(torch.from_numpy(slot[chosen].astype(np.int64)), found.tokens[chosen])
+        self._controls.remember(slot[chosen], found.tokens[chosen])
         return StepResult(
             step=plan.step,
             token=found.tokens.numpy(),
             logprob=found.logprob.numpy(),
             top_token=found.top_token.numpy(),
             top_logprob=found.top_logprob.numpy(),
+            errors=adjustment.errors if adjustment is not None else {},
         )
+
+
+def _compiler(model: ModelConfig, tokenizer: Path | None) -> GrammarCompiler | str:
+    """Made at the start, since reading a large vocabulary takes a second that no step has; or why there is none."""
+    if tokenizer is None:
+        return "grammar: this deployment has no tokenizer.json, whose vocabulary a grammar needs"
+    try:
+        return GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+    except ValueError as error:
+        return str(error)

@@ -6,6 +6,7 @@ A row is greedy (temperature 0: the largest logit), drawn, or scored only (it ha
 logit / temperature + Gumbel noise over the ids that the filters keep, so each shard finds its own best and the best of
 N wins. Every tie goes to the lowest id, except at a filter's threshold, where ties stay together. Filters (min_p and
 top_k against the whole vocabulary, then top_p over what they leave) compare logits as they came, in exact order.
+Penalties, bias and masks (controls.py) come before all that; log-probabilities are of the logits as they came.
 
 Messages: one all-gather; with filters a second one, and for top_p an all-reduce of [S, 256] int64 for each byte of a
 logit (likewise for top_k above MAX_CANDIDATES). All ranks make the same calls: which stages run follows from facts of
@@ -213,8 +214,12 @@ class Sampler:
         self._mass_unit = 2.0 ** (62 - vocab_size.bit_length())
         self._id_steps: Tensor | None = None
 
-    def __call__(self, logits: Tensor, params: RowParams) -> Sampled:
-        """logits: [W, V] of this rank, float32 or float64 (the same on all ranks); V differs by rank and may be 0."""
+    def __call__(self, logits: Tensor, params: RowParams, adjust: Callable[[Tensor], Tensor] | None = None) -> Sampled:
+        """logits: [W, V] of this rank, float32 or float64 (the same on all ranks); V differs by rank and may be 0.
+
+        adjust: from this shard's logits [W, V], which it leaves as they are, to those to choose from; on all ranks or
+        on none. An id that has -inf there is not chosen, unless all have.
+        """
         num_top = min(params.num_top, self._vocab_size)
         if len(logits) == 0:
             none = params.target.new_zeros(0, num_top)
@@ -224,15 +229,16 @@ class Sampler:
         first_id = self._first_id
         if logits.shape[1] == 0:
             # An empty shard stands as one impossible id past the vocabulary, which loses every tie.
-            logits, first_id = logits.new_full((len(logits), 1), _NEVER), self._vocab_size
+            logits, first_id, adjust = logits.new_full((len(logits), 1), _NEVER), self._vocab_size, None
         clean = logits.nan_to_num(nan=_NEVER, posinf=_NEVER, neginf=_NEVER)
+        choice = clean if adjust is None else adjust(clean)
         columns = self._statistics(logits, clean, first_id, params)
         if not params.filtered:
-            merged = self._gather(columns | self._choice(logits, clean, first_id, params, None))
+            merged = self._gather(columns | self._choice(logits, choice, first_id, params, None))
         else:
-            merged = self._gather(columns)
-            keep = self._kept(params.of_drawn(clean), params, merged)
-            merged |= self._gather(self._choice(logits, clean, first_id, params, keep))
+            merged = self._gather(columns | self._thresholds(choice, params))
+            keep = self._kept(params.of_drawn(choice), params, merged)
+            merged |= self._gather(self._choice(logits, choice, first_id, params, keep))
         return self._conclude(params, merged, num_top)
 
     def _gather(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -247,10 +253,9 @@ class Sampler:
         """What can be said of this shard before any choice, only as far as the rows need it."""
         columns: dict[str, Tensor] = {}
         width = clean.shape[1]
-        if params.need_logprobs or params.filtered:
+        if params.need_logprobs:
             peak = clean.amax(1, keepdim=True)
             columns["peak"] = peak[:, 0].double()
-        if params.need_logprobs:
             origin = torch.where(peak == _NEVER, 0.0, peak)
             masses = [(logits[:, b] - origin).exp_().sum(1, dtype=torch.float64) for b in column_blocks(logits)]
             columns["mass"] = torch.stack(masses).sum(0)
@@ -259,9 +264,15 @@ class Sampler:
             value, column = top_of_shard(clean, min(num_top, width))
             columns["top_value"] = _pad_columns(value.double(), num_top, _NEVER)
             columns["top_id"] = _pad_columns((column + first_id).double(), num_top, self._vocab_size)
+        return columns
+
+    def _thresholds(self, choice: Tensor, params: RowParams) -> dict[str, Tensor]:
+        """What the filters need to know of this shard."""
+        x = params.of_drawn(choice)
+        columns = {"best": x.amax(1).double()}
         k = min(params.max_top_k, self._vocab_size)
         if 0 < k <= MAX_CANDIDATES:
-            value = params.of_drawn(clean).topk(min(k, width), dim=1).values
+            value = x.topk(min(k, x.shape[1]), dim=1).values
             columns["candidate"] = _pad_columns(value.double(), k, _NEVER)
         return columns
 
@@ -275,7 +286,7 @@ class Sampler:
             keep = self._among_top_k(x, params, merged)
         if not (params.any_min_p or params.any_top_p):
             return keep
-        peak = params.of_drawn(merged["peak"].amax(0))[:, None].clamp(min=torch.finfo(torch.float64).min)
+        peak = merged["best"].amax(0)[:, None].clamp(min=torch.finfo(torch.float64).min)
         temperature, lowest, top_p = params.temperature[:, None], params.min_p.log()[:, None], params.top_p[:, None]
         mass = torch.empty_like(x, dtype=torch.int64) if params.any_top_p else None
         for block in column_blocks(x):
@@ -301,20 +312,20 @@ class Sampler:
         return (x >= kth) | (params.top_k == 0)[:, None]
 
     def _choice(
-        self, logits: Tensor, clean: Tensor, first_id: int, params: RowParams, keep: Tensor | None
+        self, logits: Tensor, choice: Tensor, first_id: int, params: RowParams, keep: Tensor | None
     ) -> dict[str, Tensor]:
-        """This shard's candidate for each row: its score (the best wins), id and logit, each [W]."""
+        """This shard's candidate for each row: its score (the best wins), id and logit as it came, each [W]."""
         pick = torch.zeros_like(params.target)
         score = logits.new_zeros(len(pick), dtype=torch.float64)
         if params.any_greedy:
-            pick = clean.argmax(1)
-            score = clean.gather(1, pick[:, None])[:, 0].double()
+            pick = choice.argmax(1)
+            score = choice.gather(1, pick[:, None])[:, 0].double()
         if params.num_drawn:
             where = slice(None) if params.rows is None else params.rows
-            score[where], pick[where] = self._draw(params.of_drawn(clean), params, first_id, keep)
+            score[where], pick[where] = self._draw(params.of_drawn(choice), params, first_id, keep)
         if params.any_target:
             column = params.target - first_id
-            here = (column >= 0) & (column < clean.shape[1])
+            here = (column >= 0) & (column < choice.shape[1])
             scored = params.target != SAMPLE
             pick = torch.where(scored & here, column, pick)
             score = torch.where(scored, torch.where(here, 0.0, _NEVER), score)

@@ -112,6 +112,15 @@ def _sampling(admitted: list[Sequence]) -> np.ndarray:
 def _controls(sequence: Sequence) -> SlotControls:
     """For a sequence that has just got its slot."""
     request, known = sequence.request, np.array(sequence.tokens, np.int32)
-    num_prompt = len(request.prompt)
-    prompt = known[: num_prompt if request.sampling.repetition_penalty != 1 else 0]
-    return SlotControls(sequence.slot, request.sampling, num_prompt, prompt.tobytes(), known[num_prompt:].tobytes())
+    p, num_prompt = request.sampling, len(request.prompt)
+    penalties = float(p.repetition_penalty), float(p.frequency_penalty), float(p.presence_penalty)
+    return SlotControls(
+        slot=sequence.slot,
+        prompt=known[: num_prompt if p.repetition_penalty != 1 else 0].tobytes(),
+        output=known[num_prompt:].tobytes(),
+        penalties=penalties if p.penalised else None,
+        logit_bias={token: float(value) for token, value in p.logit_bias.items()},
+        stop_token_ids=tuple(p.stop_token_ids),
+        free_from=min(num_prompt + p.min_tokens, np.iinfo(np.int32).max),
+        grammar=p.grammar,
+    )

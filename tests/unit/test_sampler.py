@@ -311,7 +311,7 @@ def test_top_p_of_one_keeps_what_weighs_nothing_beside_a_row_that_has_one() -> N
     x = torch.tensor([[0.0, -1.0, -60.0, -torch.inf]] * 2, dtype=torch.float64)
     params = RowParams.build(table(2, top_p=[1.0, 0.9999]), np.arange(2), np.full(2, SAMPLE))
     (keep,) = ThreadWorld(1).run(
-        lambda world: Sampler(world.collectives, 0, 4)._kept(x, params, {"peak": x.amax(1)[None]})
+        lambda world: Sampler(world.collectives, 0, 4)._kept(x, params, {"best": x.amax(1)[None]})
     )
     assert keep[:, :3].tolist() == [[True, True, True], [True, True, False]]
 
