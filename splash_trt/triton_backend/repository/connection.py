@@ -72,6 +72,7 @@ class Connection(threading.Thread):
         self._new: queue.SimpleQueue[tuple[Generate, Client]] = queue.SimpleQueue()
         self._clients: dict[str, Client] = {}
         self._deadlines: dict[str, float] = {}
+        self._unsent: list[Cancel] = []  # the frontend did not take them yet
         self._incarnation: str | None = None  # None: nobody has welcomed us on this connection
         self._why = f"nothing has answered at {endpoint} yet"
         self._closing = False
@@ -136,7 +137,7 @@ class Connection(threading.Thread):
             poller.register(source, zmq.POLLIN)
         next_look = time.monotonic()
         while not self._closing:
-            wait_s = max(0.0, next_look - time.monotonic()) if self._clients else None
+            wait_s = max(0.0, next_look - time.monotonic()) if self._clients or self._unsent else None
             poller.poll(None if wait_s is None else round(wait_s * 1000))
             with suppress(BlockingIOError):
                 while self._wakes.recv(1024):
@@ -148,7 +149,7 @@ class Connection(threading.Thread):
                 self._look(link)
                 next_look = time.monotonic() + LOOK_S
         for request_id in self._clients:
-            self._send(link, Cancel(request_id))
+            self._cancel(link, Cancel(request_id))
 
     def _end(self) -> None:
         with self._lock:
@@ -175,6 +176,10 @@ class Connection(threading.Thread):
         except zmq.Again:
             return False
         return True
+
+    def _cancel(self, link: zmq.Socket[bytes], cancel: Cancel) -> None:
+        if not self._send(link, cancel):
+            self._unsent.append(cancel)
 
     def _receive(self, link: zmq.Socket[bytes]) -> None:
         """What came together for one request is passed on together: it costs Triton as much as one token."""
@@ -224,11 +229,15 @@ class Connection(threading.Thread):
             self._incarnation = None
             self._why = f"the one at {self._endpoint} went away"
             self._log(f"lost the connection to {self._endpoint}")
+            self._unsent.clear()
             self._fail_all("the Splash-TRT frontend went away; send the request again")
 
     def _look(self, link: zmq.Socket[bytes]) -> None:
         """Cancelled requests, and those whose deadline the frontend has missed."""
         now = time.monotonic()
+        unsent, self._unsent = self._unsent, []
+        for cancel in unsent:
+            self._cancel(link, cancel)
         for request_id, client in list(self._clients.items()):
             if client.is_cancelled():
                 failure = Failure(CANCELLED, "the request was cancelled")
@@ -236,7 +245,7 @@ class Connection(threading.Thread):
                 failure = Failure(504, "timeout: the Splash-TRT frontend has not answered in time")
             else:
                 continue
-            self._send(link, Cancel(request_id))
+            self._cancel(link, Cancel(request_id))
             self._fail(request_id, failure)
 
     def _fail_all(self, why: str) -> None:

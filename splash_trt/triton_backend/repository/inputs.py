@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-MICROSECONDS = 1e-6
+MICROSECONDS = 1_000_000
 
 
 class Tensor(Protocol):
@@ -148,7 +148,7 @@ def _deadline_s(request: TritonRequest, parameters: dict[str, Any]) -> float | N
     timeout = request.timeout() or parameters.get("timeout", 0)
     if not isinstance(timeout, int) or isinstance(timeout, bool) or timeout < 0:
         raise ValueError(f"timeout: {timeout!r} is not allowed; it must be a whole number of microseconds")
-    return timeout * MICROSECONDS or None
+    return timeout / MICROSECONDS or None
 
 
 def _sampling(tensors: dict[str, Any], parameters: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
