@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,14 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]  #
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level vocabulary that knows little more than bytes, and a chat template."""
-    folder = tmp_path_factory.mktemp("tokenizer")
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+
+
+def make_tokenizer(folder: Path, template: str, special: Sequence[str] = (), added: Sequence[str] = ()) -> Path:
+    """A byte-level vocabulary that knows little more than bytes, and a chat template.
+
+    special, added: tokens beside the usual ones, those that have no text by themselves and others.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,10 +41,12 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens(list(added))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "chat_template": "unused"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 

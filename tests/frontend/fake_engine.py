@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from splash_trt.link import (
     Cancel,
+    Explain,
+    Explanation,
     Frames,
     FromEngine,
     LayoutCapacity,
@@ -30,6 +32,7 @@ from splash_trt.link_server import LinkServer
 from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
 
 EOS = 1
+PREFILL = 3  # prompt tokens that a step gives log-probabilities of
 LAYOUTS = ("tp", "dp", "cp", "dop")
 
 
@@ -50,6 +53,8 @@ class Running:
     client: bytes
     request: Request
     num_done: int = 0
+    num_scored: int = 0
+    """Prompt tokens whose log-probabilities have been told."""
 
 
 class FakeEngine(threading.Thread):
@@ -73,6 +78,9 @@ class FakeEngine(threading.Thread):
         self.finished: list[str] = []
         self.shut_down = threading.Event()
         self.layout_error: str | None = None
+        self.script: tuple[int, ...] | None = None
+        """What to answer with in place of the prompt."""
+        self.silent_to_explain = False
 
     def send_raw(self, data: bytes) -> None:
         """These bytes to every frontend, in order with the rest."""
@@ -126,6 +134,10 @@ class FakeEngine(threading.Thread):
                 self.mode = "pinned" if message.pin else "auto"
             link.send(client, LayoutReply(self._ready.incarnation, message.token, self.layout_error))
             link.send(client, self._frames(()))
+        elif isinstance(message, Explain):
+            if not self.silent_to_explain:
+                report: dict[str, object] = {"chosen": self.layout, "compared": [{"layout": "dp", "gain": 0.5}]}
+                link.send(client, Explanation(self._ready.incarnation, message.token, report))
         else:
             assert isinstance(message, Shutdown)
             self.shut_down.set()
@@ -149,18 +161,26 @@ class FakeEngine(threading.Thread):
 
     def _advance(self, running: Running) -> TokenDelta:
         sampling, prompt = running.request.sampling, running.request.prompt
+        scores: tuple[TokenLogprob, ...] = ()
+        if sampling.prompt_logprobs is not None and running.num_scored < len(prompt) - 1:
+            num_top, begin = sampling.prompt_logprobs, running.num_scored + 1
+            scores = tuple(self._logprob(token, num_top) for token in prompt[begin : begin + PREFILL])
+            running.num_scored += len(scores)
+            if running.num_scored < len(prompt) - 1:
+                return TokenDelta(running.request.id, (), prompt_logprobs=scores)
+        source = prompt if self.script is None else self.script
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
         tokens: list[int] = []
         finish = None
         while len(tokens) < self._tokens_per_step and finish is None:
-            tokens.append(prompt[running.num_done % len(prompt)])
+            tokens.append(source[running.num_done % len(source)])
             running.num_done += 1
             if tokens[-1] in stops:
                 finish = FinishReason.STOP
             elif running.num_done == sampling.max_tokens:
                 finish = FinishReason.LENGTH
         logprobs = () if sampling.logprobs is None else tuple(self._logprob(t, sampling.logprobs) for t in tokens)
-        return TokenDelta(running.request.id, tuple(tokens), logprobs, finish=finish)
+        return TokenDelta(running.request.id, tuple(tokens), logprobs, scores, finish)
 
     def _logprob(self, token: int, num_top: int) -> TokenLogprob:
         vocab_size = self._ready.vocab_size

@@ -118,9 +118,7 @@ def test_engine_killed(address: str) -> None:
     try:
         wait_until_ready(frontend)
         whole: list[int] = []
-        thread = threading.Thread(
-            target=lambda: whole.append(frontend.ask("POST", "/v1/completions", ENDLESS).status)
-        )
+        thread = threading.Thread(target=lambda: whole.append(frontend.ask("POST", "/v1/completions", ENDLESS).status))
         thread.start()
         connection = frontend.connect()
         connection.request("POST", "/v1/completions", json.dumps({**ENDLESS, "stream": True}))

@@ -39,6 +39,14 @@ def calls_schema(functions: dict[str, dict[str, Any] | None], at_most: int | Non
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": kinds} if len(kinds) > 1 else kinds[0]}
 
 
+def _spoken(string: str) -> str:
+    """What a JSON string says. The grammar allows nothing but JSON, and yet nothing here may fail."""
+    try:
+        return str(json.loads(string))
+    except ValueError:
+        return string[1:-1]
+
+
 class CallListReader:
     """Reads [{"name": NAME, "parameters": {...}}, ...] a character at a time."""
 
@@ -48,6 +56,7 @@ class CallListReader:
         self._escaped = False
         self._key = ""  # of the call's object, once its colon has come
         self._last_string = ""
+        self._named = False  # the name of the call's object has come
         self._arguments = ""  # what came of them in this push
 
     def push(self, text: str) -> list[Event]:
@@ -62,7 +71,7 @@ class CallListReader:
 
     @property
     def _in_arguments(self) -> bool:
-        return self._depth > 2
+        return self._depth > 2 and self._named
 
     def _read(self, character: str, events: list[Event]) -> None:
         if self._string is not None:
@@ -71,6 +80,7 @@ class CallListReader:
             self._string = character
         elif character in "{[":
             self._depth += 1
+            self._named = self._named and self._depth > 2
         elif character in "}]":
             if self._in_arguments:
                 self._arguments += character
@@ -89,9 +99,9 @@ class CallListReader:
         elif character == '"':
             string, self._string = self._string, None
             if self._depth == 2:
-                self._last_string = json.loads(string)
+                self._last_string = _spoken(string)
                 if self._key == "name":
-                    self._key = ""
+                    self._key, self._named = "", True
                     self._end_piece(events)
                     events.append(CallBegin(self._last_string))
 
