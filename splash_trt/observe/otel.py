@@ -78,6 +78,7 @@ class OtelSpans(Spans):
         self._current: ContextVar[Span] = ContextVar("span")
         self._live: set[RequestSpan] = set()
         self._at: tuple[int, str] | None = None
+        self.middlewares = (self.middleware,)
 
     def close(self) -> None:
         """Sends what has not been sent, or gives it up after EXPORT_S."""

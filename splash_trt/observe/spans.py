@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 from urllib.parse import urlsplit
 
+from aiohttp.typedefs import Middleware
+
 from splash_trt.link import Status
 
 REMEDY = "pip install 'splash-trt[otel]'"
@@ -24,12 +26,18 @@ class Span:
 class Spans:
     """The spans of one frontend. These tell nobody."""
 
+    middlewares: tuple[Middleware, ...] = ()
+    """For the application, around all others."""
+
     def current(self) -> Span:
         """Of the HTTP request that is handled in this task."""
         return Span()
 
     def on_status(self, status: Status) -> None:
         """How things stand; a change of the layout is an event of every request under way."""
+
+    def close(self) -> None:
+        """Nothing more will be told."""
 
 
 def check_endpoint(endpoint: str) -> None:
