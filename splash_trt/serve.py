@@ -159,6 +159,8 @@ class OwnFrontend:
         flags += ["--tokenizer", http.tokenizer] if http.tokenizer else []
         flags += as_flags(options.http)
         flags += ["--client-endpoint", http.client_endpoint] if http.client_endpoint else []
+        flags += ["--otlp-endpoint", http.otlp_endpoint] if http.otlp_endpoint else []
+        flags += ["--log-format", http.log_format, "--log-level", http.log_level]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "splash_trt.frontend.main", *flags, "--lifeline", "0"],
             stdin=subprocess.PIPE,
@@ -230,6 +232,9 @@ def frontend_options(options: ServeOptions, link_address: str) -> FrontendOption
         host=options.host,
         port=options.port,
         client_endpoint=options.client_endpoint,
+        otlp_endpoint=options.otlp_endpoint,
+        log_format=options.log_format,
+        log_level=options.log_level,
     )
 
 

@@ -8,7 +8,6 @@ after anything else.
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import subprocess
 import sys
@@ -19,10 +18,11 @@ import msgspec
 
 from splash_trt import environment
 from splash_trt.dist.watchdog import last_words
-from splash_trt.frontend.main import EXIT_FAILED, LOG_FORMAT, run
+from splash_trt.frontend.main import EXIT_FAILED, run
 from splash_trt.frontend.main import Options as FrontendOptions
 from splash_trt.launch import mpirun_command
 from splash_trt.lifeline import Lifeline
+from splash_trt.observe import log as logs
 from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options, how_it_ended
 
 POLL_S = 0.1
@@ -42,7 +42,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def supervise(options: ServeOptions) -> int:
     """Serve until told to stop; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    logs.configure("frontend", level=options.log_level, form=options.log_format)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         lifeline_path, link_path = Path(folder) / "lifeline", Path(folder) / "link"
         lifeline = Lifeline(lifeline_path)

@@ -17,6 +17,7 @@ from splash_trt.frontend.openapi import OpenApiRoutes
 from splash_trt.frontend.operator_routes import OperatorRoutes
 from splash_trt.frontend.serving import Serving, clients_id
 from splash_trt.frontend.text_routes import TextRoutes
+from splash_trt.observe.log import event
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,9 @@ class Frontend:
             self._check_key(request)
             response = await handler(request)
         except ApiError as error:
+            # Neither its message nor its field, which may be what the client sent.
+            about = {"status": error.status, "code": error.code}
+            event(log, logging.DEBUG, "refused", method=request.method, path=request.path[:100], **about)
             response = _error_response(request, error)
         except web.HTTPException as error:  # of aiohttp's own: no such route or method
             response = _error_response(

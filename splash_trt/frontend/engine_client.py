@@ -257,6 +257,7 @@ class EngineClient:
         if self.ready is not None and self.ready.incarnation != ready.incarnation:
             self.fail_all(ApiError("the engine was started anew", status=500, code="engine_restarted"))
             self.status = None
+            log.warning("another engine answers; requests of the one before have ended")
             self._listener.on_restart()
         self.ready = ready
         self.found.set()

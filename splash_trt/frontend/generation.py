@@ -29,7 +29,10 @@ class Generation:
         self._engine = engine
         self._requests = requests
         self._mailbox = Mailbox()
-        self._meters = [metrics.request(len(request.prompt)) for request in requests]
+        self._meters = [
+            metrics.request(len(request.prompt), same_prompt=index % num_choices > 0)
+            for index, request in enumerate(requests)
+        ]
         self._open = set(range(len(requests)))
         self._num_prompt = sum(len(request.prompt) for request in requests[::num_choices])
         self.answers = answers

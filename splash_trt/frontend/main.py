@@ -32,12 +32,13 @@ from splash_trt.frontend.sampling import Defaults
 from splash_trt.frontend.serving import Limits, Serving
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.lifeline import remove_sockets
+from splash_trt.observe import log as logs
+from splash_trt.observe.spans import Spans
 
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-LOG_FORMAT = "frontend: %(levelname)s %(message)s"
 LAST_WORDS_S = 1.0  # for handlers to tell their clients how it ended
 LIFELINE_GRACE_S = 0.8
 
@@ -69,7 +70,12 @@ async def run(options: Options) -> int:
 
     Must run in the main thread, which is the one that signals reach. ValueError: an option that cannot be used.
     """
-    metrics = Metrics(options.model_name)
+    spans = Spans()
+    if options.otlp_endpoint is not None:
+        from splash_trt.observe.otel import open_spans
+
+        spans = open_spans(options.otlp_endpoint, options.model_name)
+    metrics = Metrics(options.model_name, spans)
     engine = EngineClient(options.engine, metrics)
     metrics.watch(lambda: engine.status, lambda: engine.ready)
     serving = serving_of(options, engine, metrics)
@@ -82,9 +88,9 @@ async def run(options: Options) -> int:
     if options.lifeline is not None:
         _watch_lifeline(options, options.lifeline, loop, ending)
     # handler_cancellation: a client that goes away takes its handler along, which cancels its requests.
-    runner = web.AppRunner(
-        frontend.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
-    )
+    application = frontend.application()
+    application.middlewares[:0] = spans.middlewares
+    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S)
     # It would log a traceback for each client that speaks no HTTP; what fails in a handler is logged there.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
@@ -107,6 +113,7 @@ async def run(options: Options) -> int:
         if clients is not None:
             await clients.close()
         await engine.close()
+        spans.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
@@ -251,9 +258,9 @@ def _remove_socket(options: Options) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         options = parse(argv)
+        logs.configure("frontend", level=options.log_level, form=options.log_format)
         try:
             return asyncio.run(run(options))
         finally:

@@ -13,6 +13,8 @@ import msgspec
 
 from splash_trt.frontend.client_socket import check_endpoint
 from splash_trt.frontend.reading import REASONING_PARSERS, TOOL_PARSERS
+from splash_trt.observe.log import FORMATS, LEVELS
+from splash_trt.observe.spans import check_endpoint as check_collector
 
 GENERATION_CONFIGS = ("auto", "none")
 
@@ -80,6 +82,10 @@ class Options(HttpSettings, frozen=True, kw_only=True):
     """0: any free one."""
     client_endpoint: str | None = None
     """Where local clients (Triton's model) are served: ipc:///path or tcp://127.0.0.1:PORT; None: nowhere."""
+    otlp_endpoint: str | None = None
+    """Where a span of each request goes: an OTLP collector's URL; None: nowhere."""
+    log_format: str = "text"
+    log_level: str = "info"
     lifeline: int | None = None
     """File descriptor of a pipe's reading end; this process ends when the pipe does."""
     end_engine: bool = True
@@ -93,6 +99,8 @@ class Options(HttpSettings, frozen=True, kw_only=True):
             raise ValueError(f"port: {self.port} is not allowed; it must be from 0 to 65535")
         if self.client_endpoint is not None:
             check_endpoint(self.client_endpoint)
+        if self.otlp_endpoint is not None:
+            check_collector(self.otlp_endpoint)
 
 
 CHOICES = {
@@ -181,6 +189,9 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument("--client-endpoint", metavar="ADDRESS", help="serve local clients here, such as Triton's model")
+    parser.add_argument("--otlp-endpoint", metavar="URL", help="send a span a request to this OpenTelemetry collector")
+    parser.add_argument("--log-format", choices=FORMATS, default=FORMATS[0])
+    parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="end when this pipe does")
     parser.add_argument("--keep-engine", dest="end_engine", action="store_false", help="leave the engine running")
     parser.add_argument("--own-socket", action="store_true", help="remove the engine's socket at the end")
