@@ -58,6 +58,7 @@ LAYERS = {
     "splash_trt.llm": 6,
     "splash_trt.cli": 6,
     "splash_trt.options": 6,
+    "splash_trt.calibrate": 6,
     "splash_trt.capacity": 6,
     # The package itself holds the version and the lazily loaded names for users.
     "splash_trt": 6,

@@ -13,10 +13,11 @@ import msgspec
 from splash_engines.build import build_engine
 from splash_engines.open import format_inspection, inspect_engine
 from splash_trt import __version__, environment
+from splash_trt.calibrate.command import calibrate_command
 from splash_trt.capacity.command import capacity_command
 from splash_trt.config import DTYPES
-from splash_trt.observe.options import observe_options
 from splash_trt.frontend.options import http_options, take_settings
+from splash_trt.observe.options import observe_options
 from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
 from splash_trt.supervise import RankSettings, supervise
@@ -67,6 +68,9 @@ def inspect(engine: Path) -> None:
     """Say what an engine holds."""
     click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))
 
+OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throughput, p99 per token at most MS)."
+DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's calibration, else this machine."
+
 
 @commands.command()
 @click.option("--engine", help="Engine folder, made by `splash-trt build`.")
@@ -77,6 +81,8 @@ def inspect(engine: Path) -> None:
     "--layout", type=click.Choice(["auto", "tp", "dp", "cp", "dop"]), default="auto", show_default=True,
     help="auto follows the load; another is where it starts and stays until an operator switches.",
 )  # fmt: skip
+@click.option("--objective", default="throughput", show_default=True, metavar="GOAL", help=OBJECTIVE_HELP)
+@click.option("--device", metavar="NAME|FILE", help=DEVICE_HELP)
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena: weights, workspaces and cache.")
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
@@ -103,6 +109,7 @@ def serve(ranks: int | None, **fields: Any) -> None:
     sys.exit(or_fail(lambda: supervise(options)))
 
 
+commands.add_command(calibrate_command)
 commands.add_command(capacity_command)
 
 

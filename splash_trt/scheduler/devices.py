@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import tempfile
 import time
 from dataclasses import asdict, fields
@@ -23,6 +24,8 @@ _REQUIRED = (
 )  # fmt: skip
 _POSITIVE = ("memory_bytes_s", "link_bytes_s", "operation_s", "step_s", "collective_s")
 _NOT_NEGATIVE = ("memory_bytes", "collective_hop_s", "expert_s")
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 # What two and four H200s reached of their datasheets' figures; other GPUs of the family are taken to reach as much.
 MEMORY_REACHED = 4.3 / 4.8
@@ -240,6 +243,23 @@ def save_device(device: Device, path: Path) -> None:
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def device_for(engine_folder: Path, num_ranks: int, *, on_gpu: bool = False) -> Device:
+    """What an engine's ranks run on: its calibration for so many ranks if there is one (ValueError if it is damaged),
+    else this machine's processor, or its first GPU (ValueError if there is no description of that one)."""
+    path = calibration_file(engine_folder, num_ranks)
+    if path.exists():
+        return load_device(path)
+    if not on_gpu:
+        return this_cpu()
+    gpu = next(iter(sorted(_GPUS.glob("*/information"))), None)
+    model = re.search(r"^Model:\s*(.*)$", gpu.read_text(), re.MULTILINE) if gpu is not None else None
+    name = model[1] if model else "no NVIDIA GPU"
+    found = next((device for key, device in BUILT_IN.items() if key.upper() in name.upper().split()), None)
+    if found is None:
+        raise ValueError(f"device: there is no description of this machine's {name}; calibrate, or give a file of one")
+    return found
 
 
 def calibration_file(engine_folder: Path, num_ranks: int) -> Path:

@@ -23,7 +23,7 @@ def named(model: ModelConfig, batch: Batch, num_ranks: int, formats: Formats | N
     return {op.name: tuple(part[i] for part in values) for i, op in enumerate(work.operations)}
 
 
-# splash-tiny: D 256, H 8, L 64, R 16, nope 32, v 32, Q 96, 8 layers (1 dense of 512), 16 experts of 32, 4 chosen, V 2048
+# splash-tiny: D 256, H 8, L 64, R 16, nope 32, v 32, Q 96, 8 layers (1 dense of 512), 16 experts of 32, 4 chosen
 
 
 def test_splash_tiny_decoding_on_one_rank() -> None:

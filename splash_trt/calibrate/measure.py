@@ -1,0 +1,141 @@
+"""Times cells on the ranks of a world: what every rank runs, and rank 0's rounds over the cells."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from splash_trt.calibrate.cells import MOVED_PAGES, Cell, Limits, PlanMaker
+from splash_trt.calibrate.fit import Sample
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.world import World
+from splash_trt.layout.spec import Residency
+from splash_trt.memory.arena import DTYPES
+from splash_trt.memory.map import memory_map, page_bytes
+from splash_trt.models.config import ModelConfig
+from splash_trt.scheduler.batch import Batch
+from splash_trt.weights.source import WeightSource
+from splash_trt.worker import Worker, start_worker
+
+STEPS = 3  # timed in a visit of a cell
+LONG_S = 0.3  # of steps that take longer, a visit times one
+MIN_CELLS = 16
+TELL_S = 5.0  # between two words on how far it is
+PRODUCT_SIZE = 384
+
+Progress = Callable[[str], None]
+
+
+def calibration_config(
+    model: ModelConfig, *, num_ranks: int, dtype: str, limits: Limits, layouts: tuple[Layout, ...] = tuple(Layout)
+) -> EngineConfig:
+    """With room for the limits' cache on every rank beside the weights of FULL residency."""
+    config = EngineConfig(
+        num_ranks=num_ranks,
+        layout=Layout.DP,
+        layouts=layouts,
+        dtype=dtype,
+        max_running=limits.requests,
+        max_batch_tokens=max(limits.tokens, limits.requests),
+        step_deadline_s=300.0,
+    )
+    pages = -(-limits.cache_tokens // config.page_tokens) + 2 * max(MOVED_PAGES) + 1
+    maps = [memory_map(model, config, rank) for rank in range(num_ranks)]
+    need = max(m.workspace_bytes + m.own_bytes + m.others_bytes + pages * m.page_bytes for m in maps)
+    return dataclasses.replace(config, memory_bytes=need + 4096)
+
+
+class Bench:
+    """A model on this rank, with a cache full of random rows. Rank 0 measures while the others `follow`.
+
+    clock: seconds; a process's CPU time will do for ranks that are its threads, one of which runs at a time.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: ModelConfig,
+        config: EngineConfig,
+        source: WeightSource,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._worker: Worker = start_worker(world, model, config, source)
+        self._config = config
+        self._model = model
+        self._maker = PlanMaker(config, model.vocab_size)
+        # Real rows are finite and differ. The last pages that storage knows are not for use: weights lie there.
+        usable = memory_map(model, config, world.rank).num_pages(Residency.FULL)
+        pages = self._worker.runner.storage.pages[:usable]
+        pages.normal_(generator=torch.Generator().manual_seed(1))
+
+    def follow(self) -> None:
+        """Ranks other than 0: until `release`."""
+        self._worker.follow()
+
+    def release(self) -> None:
+        self._worker.world.control.send_object(None)
+
+    def visit(self, cell: Cell) -> tuple[Batch, list[float]]:
+        """The cell's batch, and the seconds of each of STEPS steps."""
+        times: list[float] = []
+        batch: Batch | None = None
+        for index, plan in enumerate(self._maker.plans(cell, STEPS + 1)):
+            begin = self._clock()
+            self._worker.send(plan)()
+            if index == 0:
+                moved = 2 * cell.moved_pages * page_bytes(self._model, self._config)
+                batch = Batch.of(plan, self._config.num_ranks, moved_bytes=moved)
+                continue
+            times.append(self._clock() - begin)
+            if times[-1] > LONG_S:
+                break
+        assert batch is not None
+        return batch, times
+
+
+def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progress) -> list[Sample | None]:
+    """Rank 0: medians by cell, None for those that there was no time for (but for MIN_CELLS).
+
+    Rounds over the cells go on until `seconds` are over, each in another order, so that what else the machine does
+    meanwhile hits all alike, and a first round that is cut short leaves out cells by chance. What the first steps of a
+    run take is thrown away with the first visit.
+    """
+    order, source = list(range(len(cells))), random.Random(1)
+    times: list[list[float]] = [[] for _ in cells]
+    batches: list[Batch | None] = [None] * len(cells)
+    bench.visit(cells[0])
+    begin = told = time.monotonic()
+    visits = 0
+    while visits < MIN_CELLS or time.monotonic() - begin < seconds:
+        if visits % len(cells) == 0:
+            source.shuffle(order)
+        index = order[visits % len(cells)]
+        batches[index], found = bench.visit(cells[index])
+        times[index] += found
+        visits += 1
+        now = time.monotonic()
+        if now - told > TELL_S:
+            told = now
+            share = min(1.0, (now - begin) / seconds) if seconds else 1.0
+            progress(f"{share:.0%}: {visits} visits of {len(cells)} steps")
+    return [
+        None if batch is None else Sample(batch, float(np.median(found)))
+        for batch, found in zip(batches, times, strict=True)
+    ]
+
+
+def product_rate(dtype: str, seconds: float = 0.2) -> float:
+    """Operations a second of one rank's products in `dtype`, at best."""
+    a = torch.ones((PRODUCT_SIZE, PRODUCT_SIZE), dtype=DTYPES[dtype])
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begin)
+    return 2 * PRODUCT_SIZE**3 / best

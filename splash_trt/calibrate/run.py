@@ -1,0 +1,157 @@
+"""One calibration: measure, fit on three quarters of the grid, and say how well the rest is predicted."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from splash_trt.calibrate.cells import Cell, Limits, grid, random_cells
+from splash_trt.calibrate.fit import Sample, errors, fit
+from splash_trt.calibrate.measure import Bench, Progress, calibration_config, measure, product_rate
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.world import World
+from splash_trt.models.config import ModelConfig
+from splash_trt.scheduler.device import Device
+from splash_trt.scheduler.devices import this_cpu
+from splash_trt.version import __version__
+from splash_trt.weights.source import WeightSource
+
+LIMITS = Limits(cache_tokens=8192, context=2048, requests=32, tokens=512)
+"""A CPU's steps take seconds beyond these."""
+RANDOM_CELLS = 32
+HELD_EVERY = 4
+"""One cell of so many of the grid is not fitted but predicted."""
+RANDOM_SEED = 7
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """How well steps that were not fitted were predicted: a cell, what it took, and the signed relative error."""
+
+    cell: Cell
+    seconds: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    device: Device
+    fitted: int
+    """Steps that the fit saw."""
+    held: tuple[Predicted, ...]
+    """Of the grid and random ones."""
+
+    def quantile(self, share: float, layout: Layout | None = None) -> float:
+        """Of the absolute relative errors of what was not fitted."""
+        found = [abs(p.error) for p in self.held if layout in (None, p.cell.layout)]
+        return float(np.quantile(found, share)) if found else float("nan")
+
+
+def calibrate(
+    world: World,
+    model: ModelConfig,
+    source: WeightSource,
+    *,
+    dtype: str,
+    seconds: float,
+    limits: Limits = LIMITS,
+    layouts: tuple[Layout, ...] = tuple(Layout),
+    cores: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Progress = lambda text: None,
+) -> Calibration | None:
+    """On every rank; rank 0 gets the calibration, the others None when it is done.
+
+    seconds: of measuring. cores: on which ranks run, None for as many as this process may use.
+    """
+    limits = replace(limits, context=min(limits.context, model.max_positions))
+    layouts = layouts if world.size > 1 else layouts[:1]
+    config = calibration_config(model, num_ranks=world.size, dtype=dtype, limits=limits, layouts=layouts)
+    bench = Bench(world, model, config, source, clock)
+    if world.rank != 0:
+        bench.follow()
+        return None
+    cells = grid(layouts, world.size, limits)
+    others = random_cells(layouts, world.size, limits, RANDOM_CELLS, RANDOM_SEED)
+    found = measure(bench, [*cells, *others], seconds, progress)
+    rate = product_rate(dtype)
+    bench.release()
+    pairs = [(cell, sample) for cell, sample in zip([*cells, *others], found, strict=True) if sample is not None]
+    # Layouts take turns in the grid: a stride that shares no factor with their number holds out all alike.
+    held = {id(cell) for i, cell in enumerate(cells) if (i // len(layouts) + i) % HELD_EVERY == 1}
+    held |= {id(cell) for cell in others}
+    base = this_cpu(cores=cores, float32_flops=rate)
+    samples = [sample for cell, sample in pairs if id(cell) not in held]
+    device = fit(model, config, replace(base, flops=dict.fromkeys(base.flops, rate)), samples)
+    return _told(model, config, device, len(samples), [pair for pair in pairs if id(pair[0]) in held])
+
+
+def _told(
+    model: ModelConfig, config: EngineConfig, device: Device, fitted: int, held: Sequence[tuple[Cell, Sample]]
+) -> Calibration:
+    off = errors(model, config, device, [sample for _, sample in held])
+    predicted = tuple(
+        Predicted(cell, sample.seconds, error) for (cell, sample), error in zip(held, off.tolist(), strict=True)
+    )
+    result = Calibration(device=device, fitted=fitted, held=predicted)
+    median, p90 = result.quantile(0.5), result.quantile(0.9)
+    named = replace(
+        device,
+        name=f"{_processor()}, {config.num_ranks} ranks",
+        origin=f"Fitted to {fitted} steps of {model.model_type} ({model.num_layers} layers) in {config.dtype} on "
+        f"{config.num_ranks} ranks of this machine; {len(predicted)} steps that were not fitted were predicted with a "
+        f"median error of {median:.1%}.",
+        provenance={
+            "cpu": _processor(), "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(), "torch": metadata.version("torch"), "numpy": np.__version__,
+            "splash_trt": __version__, "commit": _commit(),
+            "date_utc": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "ranks": config.num_ranks, "dtype": config.dtype, "model": model.model_type, "steps_fitted": fitted,
+            "steps_held_out": len(predicted), "median_error": round(median, 4), "p90_error": round(p90, 4),
+        },
+    )  # fmt: skip
+    return replace(result, device=named)
+
+
+def report(result: Calibration) -> str:
+    """What a user wants to see of it."""
+    d = result.device
+    factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in sorted(d.factors.items()))
+    lines = [
+        f"device      {d.name}",
+        f"step        {d.step_s * 1e6:.0f} us, operation {d.operation_s * 1e6:.1f} us, "
+        f"expert {d.expert_s * 1e6:.1f} us, collective {d.collective_s * 1e6:.0f} us",
+        f"factors     {factors}",
+        f"steps       {result.fitted} fitted, {len(result.held)} predicted without",
+        f"error       median {result.quantile(0.5):.1%}, 90th percentile {result.quantile(0.9):.1%}",
+    ]
+    for layout in sorted({p.cell.layout for p in result.held}):
+        median, p90 = result.quantile(0.5, layout), result.quantile(0.9, layout)
+        lines.append(f"  {layout.name.lower():<10}median {median:.1%}, 90th percentile {p90:.1%}")
+    return "\n".join(lines)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """Of the tree that this program runs from, empty where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
