@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -21,19 +22,26 @@ class HalfOpenHandler(RequestHandler):
     interim responses, which every client of HTTP/1.1 must skip (RFC 9110, 15.2).
     """
 
+    __slots__ = ("_last_body",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._last_body: StreamReader | None = None
+        """Of the request that came last."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages:
+            self._last_body = self._messages[-1][1]
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps the connection open."""
-        if not self._has_whole_requests():
+        is_idle = self._waiter is not None and not self._waiter.done()
+        if is_idle or self._last_body is None or not self._last_body.is_eof():
             return False
         self.close()  # once the answers to what came are sent
         self._probe(0)
         return True
-
-    def _has_whole_requests(self) -> bool:
-        current = self._current_request
-        if self._messages:
-            return self._messages[-1][1].is_eof()
-        return current is not None and current.content.is_eof()
 
     def _probe(self, count: int) -> None:
         delay_s = PROBE_S[count] if count < len(PROBE_S) else LATER_PROBE_S
@@ -41,11 +49,12 @@ class HalfOpenHandler(RequestHandler):
 
     def _send_interim(self, count: int) -> None:
         request, transport = self._current_request, self.transport
-        if request is None or transport is None or request.version < HttpVersion11:
+        if transport is None or transport.is_closing():
             return
-        if request.writer.output_size:
-            return  # the answer has begun, and its own bytes will show
-        transport.write(INTERIM)
+        if request is not None:
+            if request.writer.output_size or request.version < HttpVersion11:
+                return  # the answer has begun, and its own bytes will show; or the client could not skip these
+            transport.write(INTERIM)
         self._probe(count + 1)
 
 

@@ -21,12 +21,12 @@ from splash_trt.frontend.sampling import DEFAULT_MAX_TOKENS, choice_seed, reques
 from splash_trt.frontend.serving import LONG_TEXT, Serving, clients_id
 from splash_trt.frontend.shapes import ChatShape, CompletionShape, Shape, Wanted, event
 from splash_trt.frontend.stream import Answer, Echo, StopScanner
-from splash_trt.frontend.structured import grammar_of
+from splash_trt.frontend.structured import Form, form_of
 from splash_trt.frontend.tokenizer import Detokenizer
 from splash_trt.frontend.tools.events import Reader
 from splash_trt.frontend.tools.forced import CallListReader, NamedCallReader
 from splash_trt.link import Ready
-from splash_trt.request import Grammar, Request
+from splash_trt.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +51,31 @@ class GenerationRoutes:
             field = "n" if len(prompts) == 1 else "prompt"
             message = f"{field}: only one answer to one prompt is allowed here"
             raise ApiError(message, param=field)
-        requests = self._requests(body, request_id, prompts, grammar_of(body), ready, DEFAULT_MAX_TOKENS)
+        form = form_of(body)
+        await self._serving.check_form(form, ready)
+        requests = self._requests(body, request_id, prompts, form, ready, DEFAULT_MAX_TOKENS)
         return LocalCompletion(self._generation(requests, 1, self._completion_answer(body)), len(prompts[0]))
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await self._serving.body(http, CompletionBody)
         ready = self._check(body)
-        grammar = grammar_of(body)
+        form = form_of(body)
         prompts = await self._serving.encode(body.prompts(), ready.max_context)
         response_id = f"cmpl-{uuid.uuid4().hex}"
-        requests = self._requests(body, response_id, prompts, grammar, ready, DEFAULT_MAX_TOKENS)
+        requests = self._requests(body, response_id, prompts, form, ready, DEFAULT_MAX_TOKENS)
+        await self._serving.check_form(form, ready)
         generation = self._generation(requests, body.num_choices, self._completion_answer(body))
         return await self._answer(http, body, generation, self._shape(CompletionShape, body, response_id))
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         body = await self._serving.body(http, ChatBody)
         ready = self._check(body)
-        grammar = grammar_of(body)
-        text, prompt = await self._chat_prompt(body, grammar, ready)
+        form = form_of(body)
+        text, prompt = await self._chat_prompt(body, form, ready)
         response_id = f"chatcmpl-{uuid.uuid4().hex}"
-        requests = self._requests(body, response_id, [prompt], grammar, ready, None)
-        generation = self._generation(requests, body.num_choices, self._chat_answer(body, grammar, text))
+        requests = self._requests(body, response_id, [prompt], form, ready, None)
+        await self._serving.check_form(form, ready)
+        generation = self._generation(requests, body.num_choices, self._chat_answer(body, form, text))
         return await self._answer(http, body, generation, self._shape(ChatShape, body, response_id))
 
     def _check(self, body: GenerationBody) -> Ready:
@@ -83,17 +87,17 @@ class GenerationRoutes:
         body.num_logprobs()
         return ready
 
-    async def _chat_prompt(self, body: ChatBody, grammar: Grammar | None, ready: Ready) -> tuple[str, Prompt]:
+    async def _chat_prompt(self, body: ChatBody, form: Form | None, ready: Ready) -> tuple[str, Prompt]:
         """As text and as token ids."""
         tokenizer = self._serving.need_tokenizer("messages")
-        if body.functions and grammar is None and self._serving.tool_parser == "none":
-            message = "tools: how this model writes calls is not known; serve it with --tool-parser"
-            raise ApiError(message, param="tools", code="no_tool_parser")
         tools = None if body.tool_choice == "none" else body.tools
 
         def encode() -> tuple[str, Prompt]:
             text = render(tokenizer.chat_template, body.messages, tools, body.switches)
-            text = text if grammar is None else closed(text)
+            if body.functions and form is None and self._serving.tool_parser == "none":
+                message = "tools: how this model writes calls is not known; serve it with --tool-parser"
+                raise ApiError(message, param="tools", code="no_tool_parser")
+            text = text if form is None else closed(text)
             return text, tuple(tokenizer.encode_chat(text, ready.max_context))
 
         # A template may take long over few words, but what it takes long over is most often a long text.
@@ -104,7 +108,7 @@ class GenerationRoutes:
         body: GenerationBody,
         response_id: str,
         prompts: list[Prompt],
-        grammar: Grammar | None,
+        form: Form | None,
         ready: Ready,
         default_max_tokens: int | None,
     ) -> list[Request]:
@@ -112,7 +116,7 @@ class GenerationRoutes:
         requests = []
         for number, prompt in enumerate(prompts):
             room = max(1, ready.max_context - len(prompt))
-            sampling = sampling_of(body, self._serving.defaults, grammar, ready, room, default_max_tokens)
+            sampling = sampling_of(body, self._serving.defaults, form and form.grammar, ready, room, default_max_tokens)
             for choice in range(body.num_choices):
                 own = msgspec.structs.replace(sampling, seed=choice_seed(body.seed, choice))
                 request_id = f"{response_id}-{number * body.num_choices + choice}"
@@ -128,7 +132,7 @@ class GenerationRoutes:
 
         return new
 
-    def _chat_answer(self, body: ChatBody, grammar: Grammar | None, text: str) -> NewAnswer:
+    def _chat_answer(self, body: ChatBody, form: Form | None, text: str) -> NewAnswer:
         """text: the prompt's."""
         max_calls = 1 if body.parallel_tool_calls is False else None
 
@@ -136,19 +140,19 @@ class GenerationRoutes:
             return Answer(
                 self._detokenizer(body),
                 _scanner(body),
-                reader=self._reader(body, grammar, text),
+                reader=self._reader(body, form, text),
                 max_calls=max_calls,
                 calls_are_stops=body.forced_function is not None,
             )
 
         return new
 
-    def _reader(self, body: ChatBody, grammar: Grammar | None, text: str) -> Reader | None:
+    def _reader(self, body: ChatBody, form: Form | None, text: str) -> Reader | None:
         if body.forced_function is not None:
             return NamedCallReader(body.forced_function)
         if body.forces_calls:
             return CallListReader()
-        if grammar is not None or not body.wants_text:
+        if form is not None or not body.wants_text:
             return None
         thinks = self._serving.reasoning_parser != "none"
         thoughts = ReasoningReader(opens_thinking(text)) if thinks else None

@@ -25,6 +25,7 @@ from splash_trt.frontend.client_socket import ClientSocket
 from splash_trt.frontend.connection import listen
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import engine_ended, unavailable
+from splash_trt.frontend.grammars import Grammars
 from splash_trt.frontend.metrics import Metrics
 from splash_trt.frontend.options import Options, parse
 from splash_trt.frontend.reading import choose_reasoning_parser, choose_tool_parser
@@ -121,11 +122,13 @@ async def run(options: Options) -> int:
 def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serving:
     """ValueError for a folder that cannot be used."""
     tokenizer = None if options.tokenizer is None else Tokenizer(Path(options.tokenizer))
+    beside = Beside()
     knows = (lambda text: False) if tokenizer is None else tokenizer.knows
     return Serving(
         engine=engine,
         metrics=metrics,
         tokenizer=tokenizer,
+        grammars=None if options.tokenizer is None else Grammars(Path(options.tokenizer), beside),
         model_name=options.model_name,
         limits=Limits(
             max_queued=options.max_queued,
@@ -135,7 +138,7 @@ def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serv
         defaults=load_defaults(options),
         tool_parser=choose_tool_parser(options.tool_parser, knows),
         reasoning_parser=choose_reasoning_parser(options.reasoning_parser, knows),
-        beside=Beside(),
+        beside=beside,
     )
 
 

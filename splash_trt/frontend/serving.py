@@ -13,8 +13,10 @@ from splash_trt.frontend.beside import Beside
 from splash_trt.frontend.decoding import decode
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import ApiError, unavailable
+from splash_trt.frontend.grammars import Grammars
 from splash_trt.frontend.metrics import Metrics
 from splash_trt.frontend.sampling import Defaults
+from splash_trt.frontend.structured import Form
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.link import Ready
 
@@ -40,6 +42,8 @@ class Serving:
     engine: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None
+    grammars: Grammars | None
+    """None without a tokenizer."""
     model_name: str
     limits: Limits
     defaults: Defaults
@@ -113,6 +117,13 @@ class Serving:
             return [tuple(tokenizer.encode(text, limit)) for text in texts]
 
         return await self.beside.run(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
+
+    async def check_form(self, form: Form | None, ready: Ready) -> None:
+        """ApiError for a form that no answer can have."""
+        if form is not None:
+            self.need_tokenizer(form.field)
+            assert self.grammars is not None
+            await self.grammars.check(form, ready)
 
     def check_room(self, num_requests: int) -> None:
         """ApiError (429) if so many more may not wait."""

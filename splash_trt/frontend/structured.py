@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from splash_trt.frontend.chat import ChatBody
 from splash_trt.frontend.errors import ApiError
@@ -16,7 +16,14 @@ Found = tuple[str, GrammarKind, str]
 """The field that asks for it, and the grammar's two parts."""
 
 
-def grammar_of(body: GenerationBody) -> Grammar | None:
+class Form(NamedTuple):
+    """What an answer has to be, and the field that says so."""
+
+    grammar: Grammar
+    field: str
+
+
+def form_of(body: GenerationBody) -> Form | None:
     """None: any text. ApiError where two fields ask for a form, or one asks for what is none."""
     found = [*_from_response_format(body.response_format), *_from_structured_outputs(body), *_from_guided(body)]
     if isinstance(body, ChatBody) and body.functions:
@@ -31,7 +38,7 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
         raise ApiError(message, param=found[1][0])
     field, kind, text = found[0]
     try:
-        return Grammar(kind, text)
+        return Form(Grammar(kind, text), field)
     except ValueError as error:
         what = str(error).partition(": ")[2]
         raise ApiError(f"{field}: {what}", param=field) from None
@@ -112,9 +119,5 @@ def _text(field: str, kind: GrammarKind, text: str) -> Found:
 
 
 def _literal(text: str) -> str:
-    """A regular expression, in Rust's syntax, for exactly this text."""
-    return re.sub(r"[^\w\s]", lambda found: _escaped(found[0]), text)
-
-
-def _escaped(character: str) -> str:
-    return "\\" + character if character.isascii() and character.isprintable() else character
+    """A regular expression, in Rust's syntax, for exactly this text. (There, backslash and < is no <.)"""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text)

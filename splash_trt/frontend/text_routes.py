@@ -13,7 +13,7 @@ from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.protocol import Part
 from splash_trt.frontend.serving import LONG_TEXT, Serving, json_response
 
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 18
 """Of a text to tokenize, or to detokenize into one: what a client may keep the tokenizer busy with."""
 
 

@@ -33,6 +33,7 @@ def _serving(tokenizer: Recorder) -> Serving:
         engine=cast(Any, None),
         metrics=Metrics(),
         tokenizer=cast(Any, tokenizer),
+        grammars=None,
         model_name="m",
         limits=Limits(max_queued=3, max_body_bytes=1 << 20, ready_deadline_s=1.0),
         defaults=Defaults(),
