@@ -21,7 +21,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(engine: Path) -> Iterator[Server]:
     """Two ranks under mpirun, in float64, so that answers do not depend on the layout."""
-    server = Server("mpirun", 2, ["--engine", str(engine), "--dtype", "float64", *SIZES])
+    flags = ["--engine", str(engine), "--dtype", "float64", "--trace", str(engine.parent / "trace.json"), *SIZES]
+    server = Server("mpirun", 2, flags)
     try:
         yield server.wait_until_ready()
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import shutil
 import signal
 import time
@@ -211,7 +212,8 @@ def test_wrong_input_reached_nobody(server: Server) -> None:
 def test_a_config_alone_with_ranks_of_our_own(tmp_path: Path) -> None:
     shutil.copy(MODEL / "config.json", tmp_path)
     flags = ["--model", str(tmp_path), "--dummy-weights", "7", "--memory", "256M", "--layout", "dp", "--name", "dummy"]
-    server = Server("supervised", 2, flags)
+    trace = tmp_path / "trace.json"
+    server = Server("supervised", 2, [*flags, "--trace", str(trace), "--log-format", "json"])
     try:
         server.wait_until_ready()
         assert f"listening on {server.url} for dummy" in server.log
@@ -222,16 +224,25 @@ def test_a_config_alone_with_ranks_of_our_own(tmp_path: Path) -> None:
         assert layout(server)["mode"] == "pinned"
         refused = server.ask("POST", "/v1/completions", {"prompt": "text"})
         assert refused.status == 400 and refused.json["error"]["param"] == "prompt"
+        go_to(server, "tp")
+        assert server.ask("POST", "/v1/completions", asked).status == 200
         began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0, server.log
         assert time.monotonic() - began < 15 and not server.alive() and not server.leftovers()
         assert "Traceback" not in server.log, server.log
+        lines = [json.loads(line) for line in server.log.splitlines()]
+        assert {line["source"] for line in lines} == {"frontend", "rank 0"}
+        (switch,) = [line for line in lines if line["message"] == "switch"]
+        assert (switch["rank"], switch["target"], switch["outcome"]) == (0, "tp", "committed")
+        events = json.loads(trace.read_text())
+        assert {event["name"] for event in events if event["ph"] == "X"} >= {"dp", "tp"}
+        assert [event["pid"] for event in events if event["name"] == "commit: tp"] == [0, 1]
     finally:
         server.close()
 
 
-def test_z_a_killed_mpirun_ends_everything(server: Server) -> None:
+def test_z_a_killed_mpirun_ends_everything(server: Server, engine: Path) -> None:
     """The last of this file, as it ends the server that the others share."""
     reader = StreamReader(server, {"prompt": [5, 6, 7], "max_tokens": 3000})
     wait_until(lambda: reader.tokens, 60, "the first token")
@@ -241,3 +252,6 @@ def test_z_a_killed_mpirun_ends_everything(server: Server) -> None:
     assert server.process.wait() == -signal.SIGKILL and not server.leftovers()
     reader.join(10)
     assert reader.error is not None and reader.error["code"] == "engine_ended"
+    # A trace that nobody ended: without its "]", and maybe without the end of its last line.
+    whole = (engine.parent / "trace.json").read_text().rpartition(",\n")[0]
+    assert {event["name"] for event in json.loads(whole + "]") if event["ph"] == "X"} >= set(LAYOUTS)
