@@ -20,6 +20,7 @@ from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.observe.options import observe_options
 from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
+from splash_trt.simulate.command import simulate_command
 from splash_trt.supervise import RankSettings, supervise
 from splash_trt.triton_backend.command import triton_repo
 
@@ -111,6 +112,7 @@ def serve(ranks: int | None, **fields: Any) -> None:
 
 commands.add_command(calibrate_command)
 commands.add_command(capacity_command)
+commands.add_command(simulate_command)
 
 
 commands.add_command(triton_repo)

@@ -14,6 +14,8 @@ from splash_trt.dist.control import Control
 from splash_trt.link import (
     Cancel,
     Decided,
+    Explain,
+    Explanation,
     Frames,
     LayoutCapacity,
     LayoutReply,
@@ -111,6 +113,9 @@ class EngineServer:
                 self._answer(self._orchestrator.cancel(name))
         elif isinstance(message, SetLayout):
             self._set_layout(client, message)
+        elif isinstance(message, Explain):
+            report = self._orchestrator.explain()
+            self._link.send(client, Explanation(self._ready.incarnation, message.token, report))
         elif isinstance(message, Shutdown):
             self._draining = True
             self._stopping = not message.drain

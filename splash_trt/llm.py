@@ -23,9 +23,10 @@ from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.models.runnable import refuse_unrunnable
-from splash_trt.orchestrator import Orchestrator
+from splash_trt.orchestrator import Orchestrator, cost_policy
 from splash_trt.request import Completion, Request, SamplingParams, TokenDelta
-from splash_trt.scheduler.policy import MeasuredPolicy
+from splash_trt.scheduler.compare import Objective
+from splash_trt.scheduler.devices import device_for, load_device
 from splash_trt.weights.checkpoint import Checkpoint
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.source import WeightSource
@@ -38,8 +39,10 @@ class LLM:
     """A model on N ranks under one layout.
 
     checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. layout
-    "auto" follows the load. `config` takes the remaining fields of EngineConfig. Raises ValueError for a wrong
-    configuration or checkpoint, before any rank starts. Close it, or use it as a context manager.
+    "auto" follows the load; `device` (a built-in description or a file) tells it how long steps take, `objective` what
+    it goes for: throughput, latency or bounded:MS. `config` takes the remaining fields of EngineConfig. Raises
+    ValueError for a wrong configuration or checkpoint, before any rank starts. Close it, or use it as a context
+    manager.
     """
 
     def __init__(
@@ -49,9 +52,13 @@ class LLM:
         ranks: int = 1,
         layout: str = "tp",
         dummy_weights: int | None = None,
+        device: str | Path | None = None,
+        objective: str = "throughput",
         **config: Any,
     ) -> None:
         folder = Path(checkpoint)
+        goal = Objective.parse(objective)
+        known = None if device is None else load_device(device)
         self.model: ModelConfig = load_config(folder)
         if config.get("dtype") is None:
             config["dtype"] = self.model.dtype
@@ -74,7 +81,7 @@ class LLM:
         rank = self._worker.world.rank
         self.orchestrator: Orchestrator | None = None
         if rank == 0:
-            policy = MeasuredPolicy() if auto else None
+            policy = cost_policy(self.model, self.config, known or device_for(folder, ranks), goal) if auto else None
             self.orchestrator = Orchestrator.of(self.model, self.config, self._worker, policy)
 
     def generate(

@@ -17,11 +17,20 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.observe.trace import Observer
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, TokenDelta
-from splash_trt.scheduler.policy import Decision, Policy
+from splash_trt.scheduler.compare import Objective
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.device import Device
+from splash_trt.scheduler.policy import CostPolicy, Decision, Policy
 from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.worker import Worker
 
 DECIDE_EVERY = 4  # turns between two looks at the load
+
+
+def cost_policy(model: ModelConfig, config: EngineConfig, device: Device, objective: Objective) -> CostPolicy:
+    """The policy of a deployment whose ranks run on such devices."""
+    room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
+    return CostPolicy(CostModel(model, config, device), config, model_sizes(model, config), room, objective)
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,7 @@ class Orchestrator:
     """Drives one scheduler and the ranks. `execute` gives a plan to all ranks and returns what, called, waits for its
     result; `clock` counts seconds.
 
-    capacity_tokens: distinct tokens that each allowed layout holds. With a policy the layout follows the load until an
-    operator pins one.
+    With a policy the layout follows the load until an operator pins one.
     """
 
     def __init__(
@@ -54,7 +62,6 @@ class Orchestrator:
         execute: Callable[[Plan], Callable[[], StepResult]],
         plans_in_flight: int,
         *,
-        capacity_tokens: dict[Layout, int] | None = None,
         policy: Policy | None = None,
         watch: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +69,6 @@ class Orchestrator:
         self.scheduler = scheduler
         self._execute = execute
         self._plans_in_flight = plans_in_flight
-        self._capacity_tokens = capacity_tokens or {}
         self._policy = policy
         self._watch = watch
         self._clock = clock
@@ -85,12 +91,10 @@ class Orchestrator:
             max_context=config.context_of(model.max_positions),
             eos_token_ids=model.eos_token_ids,
         )
-        room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
         return cls(
             scheduler,
             worker.send,
             config.plans_in_flight,
-            capacity_tokens=room,
             policy=policy,
             watch=worker.world.watch,
         )
@@ -117,6 +121,18 @@ class Orchestrator:
             return
         self.scheduler.switch(Layout.parse(name), "an operator asked for it")
         self._auto = self._auto and not pin
+
+    def explain(self) -> dict[str, object]:
+        """Why the layout is what it is, for people to read."""
+        switcher = self.scheduler.switcher
+        record = switcher.record
+        return {
+            "mode": self.mode,
+            "layout": switcher.layout.name.lower(),
+            "switch": switcher.state.value,
+            "why": record.why if record is not None else None,
+            "policy": self._policy.explain() if self._policy is not None else None,
+        }
 
     def step(self) -> list[TokenDelta]:
         """One turn; what it adds to requests."""
@@ -150,7 +166,7 @@ class Orchestrator:
         if self.observer is not None:
             self.observer.completed(done, result, switcher.state.value, switcher.record, self._clock())
         if self._policy is not None:
-            self._policy.observe(done.layout, done.num_rows, done.num_tokens, result.seconds)
+            self._policy.observe(done, result)
         preemptions = self.scheduler.preemptions - preempted
         return Turn(deltas, done.step, done.num_tokens, result.seconds, done.layout, preemptions, decision)
 
@@ -159,11 +175,13 @@ class Orchestrator:
         self._turns += 1
         if self._policy is None or not self._auto or self.scheduler.switcher.busy or self._turns % DECIDE_EVERY:
             return None
-        decision = self._policy.decide(self.scheduler.load(now, self._capacity_tokens))
+        if not self._policy.wants_to_look(now, self.scheduler.num_running, self.scheduler.num_waiting):
+            return None
+        decision = self._policy.decide(self.scheduler.load(now))
         if decision is None:
             return None
         source = self.scheduler.layout
-        self.scheduler.switch(decision.layout, decision.why)
+        self.scheduler.switch(decision.layout, decision.why, owners=self.scheduler.owners(decision.owners))
         return source, decision
 
     @property

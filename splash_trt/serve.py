@@ -43,8 +43,9 @@ from splash_trt.observe import log as logs
 from splash_trt.observe.options import check_trace
 from splash_trt.observe.spans import check_endpoint as check_collector
 from splash_trt.observe.trace import StepTracer
-from splash_trt.orchestrator import Orchestrator
-from splash_trt.scheduler.policy import MeasuredPolicy
+from splash_trt.orchestrator import Orchestrator, cost_policy
+from splash_trt.scheduler.compare import Objective
+from splash_trt.scheduler.devices import device_for, load_device
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.source import WeightSource
 from splash_trt.worker import start_worker
@@ -73,6 +74,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     step_deadline_s: float = 60.0
     host: str = "127.0.0.1"
     port: int = 8000
+    device: str | None = None
+    """What the cost model takes the ranks' devices for: a built-in description or a file; None: see device_for."""
+    objective: str = "throughput"
     name: str | None = None
     """What /v1/models calls the model; None: the folder's name."""
     otlp_endpoint: str | None = None
@@ -106,6 +110,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             check_collector(self.otlp_endpoint)
         if self.trace is not None:
             check_trace(self.trace)
+        Objective.parse(self.objective)
+        if self.device is not None:
+            load_device(self.device)
 
 
 def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
@@ -262,7 +269,9 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
         worker.follow()
         return 0
     assert link_address is not None
-    orchestrator = Orchestrator.of(model, config, worker, MeasuredPolicy())
+    device = load_device(options.device) if options.device else device_for(options.folder, options.ranks)
+    policy = cost_policy(model, config, device, Objective.parse(options.objective))
+    orchestrator = Orchestrator.of(model, config, worker, policy)
     if options.layout.lower() != "auto":
         orchestrator.set_layout(options.layout, pin=True)
     tracer = None

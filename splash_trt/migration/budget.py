@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from statistics import median
 
-ENOUGH = 8  # steps that moved something before they are judged
+REFERENCE_STEP_S = 0.01
+"""Budgets are those of a step of this length or less; in a longer one, which hides more, so much more may move."""
+STEPS_BETWEEN = 8  # that moved something, before they are judged
+GROWTH = 1.25
+MAX_BUDGET_BYTES = 256 << 20
+
+
+def scaled(num_bytes: int, step_s: float) -> int:
+    """A budget for a step that takes step_s."""
+    return round(num_bytes * max(1.0, step_s / REFERENCE_STEP_S))
 
 
 class Budget:
@@ -29,9 +38,9 @@ class Budget:
     def observe(self, ratio: float) -> None:
         """The time of one step that moved something, over that of like steps that moved nothing."""
         self._ratios.append(ratio)
-        if len(self._ratios) >= ENOUGH:
+        if len(self._ratios) >= STEPS_BETWEEN:
             too_slow = median(self._ratios) > 1 + self._max_slowdown
-            scaled = self.bytes_per_step // 2 if too_slow else self.bytes_per_step * 5 // 4
+            scaled = self.bytes_per_step // 2 if too_slow else int(self.bytes_per_step * GROWTH)
             self.bytes_per_step = min(max(scaled, self._floor), self._ceiling)
             self._ratios.clear()
 
@@ -41,7 +50,8 @@ class Budget:
         A switch that misses its deadline has cost its slow-down for nothing. step_s: what a step takes.
         """
         steps = left_s / 2 / step_s if step_s > 0 else float("inf")
-        return min(max(self.bytes_per_step, round(left_bytes / max(steps, 1.0))), self._ceiling)
+        usual = scaled(self.bytes_per_step, step_s)
+        return min(max(usual, round(left_bytes / max(steps, 1.0))), scaled(self._ceiling, step_s))
 
 
 class Allowance:

@@ -1,138 +1,243 @@
-"""Which layout the load asks for. Pure functions over what rank 0 knows; the orchestrator acts on the answer.
+"""When to change the layout, and to which: compare.py says what a change would gain, this file whether to believe it.
 
-This policy starts from a rule of thumb and corrects it by measured step times: a layout that was measured slower than
-another for a batch of this size loses to it. It is sticky: it changes its mind only after several looks in a row, not
-soon after a switch, not for a small gain, and leaves data parallel only when well below the crowd that led to it. A
-long prompt is the exception: what is left of it is known, and it would be over before several looks.
+The orchestrator asks every now and then and acts on the answer. A policy keeps what it learnt: how long steps take, and
+whether its last changes were worth it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from splash_trt.config import Layout
-from splash_trt.layout.spec import SPECS, PlacementKind
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.migration.diff import Sizes
+from splash_trt.plan import Plan, StepResult
+from splash_trt.scheduler.batch import Batch
+from splash_trt.scheduler.compare import Candidate, Comparer, Comparison, Objective
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.load import Load
+from splash_trt.scheduler.phases import Estimator
 
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What a policy looks at. Tokens are cache rows."""
-
-    now: float
-    layout: Layout
-    num_ranks: int
-    running: int
-    waiting: int
-    held_tokens: int
-    """Of all running requests."""
-    longest_prefill: int
-    """Prompt tokens still to compute of the request that has most of them, waiting ones included."""
-    chunk_tokens: int
-    """Most tokens of one step."""
-    capacity_tokens: dict[Layout, int]
-    """Distinct tokens that each allowed layout holds."""
+LOOK_S = 0.1  # between two looks at the load
+QUIET_LOOK_S = 1.0  # while hardly anything changes
+SAME = 0.02  # of the running requests: so many more or fewer are hardly a change
+HYSTERESIS = 0.02  # of the time ahead: a smaller gain is not worth being wrong about
+SURE = 0.15  # of the time ahead: a larger gain needs no second look
+LOOKS = 3  # in a row that must agree on a smaller one
+DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch to it took
+MIN_DWELL_S = 0.5
+MAX_DOUBT = 16.0
+CALM_S = 60.0  # without a change: doubt halves
+OBSERVE_EVERY = 4  # steps
 
 
 @dataclass(frozen=True)
 class Decision:
+    """Go to `layout`; owners: ranks by slot, of requests that change theirs in the same layout."""
+
     layout: Layout
     why: str
     kind: str = "load"
-    """The reason as one word of a few, to count by."""
+    """The reason as one word of a few, to count by: "owners", "room", "prompts" or "load"."""
+    owners: dict[int, int] = field(default_factory=dict)
 
 
 class Policy(Protocol):
-    """observe() is told every step's time; decide() is asked before every step and answers None to stay."""
+    """observe() is told of steps that completed; decide() is asked now and then and answers None to stay."""
 
-    def observe(self, layout: Layout, running: int, num_tokens: int, seconds: float) -> None: ...
+    def observe(self, plan: Plan, result: StepResult) -> None: ...
+
+    def wants_to_look(self, now: float, running: int, waiting: int) -> bool: ...
 
     def decide(self, load: Load) -> Decision | None: ...
 
-
-LONG_PREFILL_CHUNKS = 4  # a prompt of so many steps or more is long
-CROWD_PER_RANK = 2  # so many requests a rank make data parallel's shares even
-STILL_CROWD_PER_RANK = 1  # in data parallel: so many are still a crowd
-FULL_SHARE = 0.9  # of the cache: above it, room decides
-MIN_GAIN = 0.1  # of the step time
-LOOKS = 8  # times in a row that the answer must be the same; for a long prompt one is enough
-MIN_STEPS = 8  # before the mean of their times counts as measured
-MIN_DWELL_S = 2.0
-SMOOTHING = 0.1  # weight of a new step time in the running mean
+    def explain(self) -> dict[str, object]: ...
 
 
-class MeasuredPolicy:
-    """Rule of thumb, corrected by running means of decode step times per (layout, batch size class)."""
+class Doubt:
+    """How much more than its cost a change has to promise: doubled by each one that did not pay, halved by time.
+
+    A load that turns just after each change would otherwise be followed for ever, always too late.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[Layout, int], tuple[int, float]] = {}  # steps, mean
-        self._wanted: Layout | None = None
-        self._looks = 0
-        self._since = 0.0
-        self._layout: Layout | None = None
+        self.factor = 1.0
+        self._paid = 0.0
+        self._cost = 0.0
+        self._open = False
+        self._before: Layout | None = None
+        self._changed = 0.0
 
-    def observe(self, layout: Layout, running: int, num_tokens: int, seconds: float) -> None:
-        if num_tokens != running or running == 0:
-            return  # prefill in it: no measure of a decode step
-        key = (layout, running.bit_length())
-        steps, mean = self._times.get(key, (0, seconds))
-        self._times[key] = (steps + 1, mean + max(SMOOTHING, 1 / (steps + 1)) * (seconds - mean))
+    def changed(self, before: Layout, cost_s: float, now: float) -> None:
+        """A change was decided on."""
+        if self._open and self._paid < self._cost:
+            self.factor = min(self.factor * 2, MAX_DOUBT)
+        elif self._open:
+            self.factor = max(self.factor / 2, 1.0)
+        self._before, self._cost, self._paid, self._open = before, cost_s, 0.0, True
+        self._changed = now
+
+    def looked(self, comparison: Comparison, load: Load, since_s: float) -> None:
+        """What the last change has brought during since_s: the old layout would have taken so much longer for it."""
+        if load.now - self._changed > CALM_S:
+            self.factor, self._changed = max(self.factor / 2, 1.0), load.now
+        here = comparison.candidates[0]
+        old = next((c for c in comparison.candidates if c.layout is self._before and c.layout is not here.layout), None)
+        if self._open and old is not None and here.costs and here.costs[0] > 0:
+            self._paid += since_s * (old.costs[0] / here.costs[0] - 1)
+
+
+class CostPolicy:
+    """Follows the load by the cost model. room: distinct tokens that each allowed layout holds."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        config: EngineConfig,
+        sizes: Sizes,
+        room: dict[Layout, int],
+        objective: Objective | None = None,
+    ) -> None:
+        self._cost = cost
+        self._num_ranks = config.num_ranks
+        self._objective = objective or Objective()
+        self._comparer = Comparer(Estimator(cost, config, room), config, sizes, room, self._objective)
+        self._doubt = Doubt()
+        self._room = room
+        self._step_s = 0.0
+        self._observed = 0
+        self._looked = -1e9
+        self._keep_until = -1e9
+        self._wish: tuple[Layout, bool] | None = None
+        self._agreed = 0
+        self._last: tuple[Load, Comparison, str] | None = None
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        if not plan.num_tokens:
+            return
+        self._step_s += 0.2 * (result.seconds - self._step_s) if self._step_s else result.seconds
+        self._observed += 1
+        moves = len(plan.moves) or len(plan.weights) or len(plan.late_moves)
+        if self._observed % OBSERVE_EVERY == 0 and not moves:
+            self._cost.observe(Batch.of(plan, self._num_ranks), result.seconds)
+
+    def wants_to_look(self, now: float, running: int, waiting: int) -> bool:
+        """Whether what a look would see may have changed."""
+        since = now - self._looked
+        if since < LOOK_S or since >= QUIET_LOOK_S or self._last is None or self._wish is not None:
+            return since >= LOOK_S
+        load = self._last[0]
+        prefilling = load.waiting_tokens or load.prefill.any()
+        return bool(prefilling) or waiting != load.waiting or abs(running - load.running) > SAME * load.running
 
     def decide(self, load: Load) -> Decision | None:
-        if load.layout is not self._layout:
-            self._layout, self._since = load.layout, load.now
-        wanted, why = self._wish(load)
-        if wanted is load.layout:
-            self._wanted = None
+        since, self._looked = load.now - self._looked, load.now
+        if load.is_idle:
+            self._last = None
             return None
-        self._looks = self._looks + 1 if wanted is self._wanted else 1
-        self._wanted = wanted
-        looks = 1 if wanted is Layout.CP else LOOKS
-        if self._looks < looks or load.now - self._since < MIN_DWELL_S:
+        comparison = self._comparer.compare(load, self._step_s)
+        self._doubt.looked(comparison, load, min(since, 2 * QUIET_LOOK_S))
+        best = comparison.best
+        verdict = self._verdict(comparison, best, load.now)
+        self._last = (load, comparison, verdict or "go")
+        if verdict is not None:
             return None
-        self._wanted = None
-        return Decision(wanted, why)
+        self._wish = None
+        self._keep_until = load.now + best.switch.seconds + self._doubt.factor * max(
+            DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S
+        )
+        self._doubt.changed(load.layout, best.switch.cost_s, load.now)
+        moved = best.homes != load.home if best.moves_owners else []
+        owners = {int(load.slots[i]): int(best.homes[i]) for i in range(load.running) if len(moved) and moved[i]}
+        return Decision(best.layout, reason(comparison, best, load), _kind(comparison, best, load), owners)
 
-    def _wish(self, load: Load) -> tuple[Layout, str]:
-        wanted, why = rule_of_thumb(load)
-        full = load.held_tokens > FULL_SHARE * load.capacity_tokens[load.layout]
-        if full or wanted is Layout.CP:
-            return wanted, why  # times of decode steps say nothing about room, and nothing about prompts
-        size = load.running.bit_length()
-        here, there = self._measured(load.layout, size), self._measured(wanted, size)
-        if here is not None and there is not None and there > here * (1 - MIN_GAIN):
-            return load.layout, f"{wanted.name.lower()} was measured no faster: {there:.4f} s a step against {here:.4f}"
-        return wanted, why
+    def _verdict(self, comparison: Comparison, best: Candidate, now: float) -> str | None:
+        """Why to stay; None to go to the best."""
+        if best is comparison.candidates[0]:
+            self._wish = None
+            return "no layout would be better"
+        ahead = max(comparison.ahead_s, 1e-9)
+        needed = HYSTERESIS * self._doubt.factor * ahead + (self._doubt.factor - 1) * best.switch.cost_s
+        if best.gain_s < needed:
+            self._wish = None
+            name = best.layout.name.lower()
+            return f"{name} would save {best.gain_s:.3g} s, less than the {needed:.3g} s to be sure of"
+        wish = (best.layout, best.moves_owners)
+        self._agreed = self._agreed + 1 if wish == self._wish else 1
+        self._wish = wish
+        if now < self._keep_until:
+            return f"kept for {self._keep_until - now:.2g} s more after the last change"
+        if self._agreed < LOOKS and best.gain_s < SURE * ahead:
+            return f"{best.layout.name.lower()} looks better, to be looked at again"
+        return None
 
-    def _measured(self, layout: Layout, size: int) -> float | None:
-        steps, mean = self._times.get((layout, size), (0, 0.0))
-        return mean if steps >= MIN_STEPS else None
+    def explain(self) -> dict[str, object]:
+        """What the last look saw, for people to read."""
+        objective = {"goal": self._objective.goal.value, "p99_step_s": self._objective.p99_step_s}
+        if self._last is None:
+            return {"objective": objective, "verdict": "idle: nothing to compare", "candidates": []}
+        load, comparison, verdict = self._last
+        return {
+            "objective": objective,
+            "layout": load.layout.name.lower(),
+            "load": {
+                "running": load.running,
+                "waiting": load.waiting,
+                "held_tokens": int(load.held.sum()),
+                "prompt_tokens_to_compute": int(load.prefill.sum()) + load.waiting_tokens,
+                "expected_output_tokens_left": round(float(load.left.sum()), 1),
+                "arrivals_per_s": round(load.arrivals_s, 3),
+                "step_s": self._step_s,
+            },
+            "doubt": self._doubt.factor,
+            "verdict": verdict,
+            "candidates": [_explained(c, self._room) for c in comparison.candidates],
+        }
 
 
-def rule_of_thumb(load: Load) -> tuple[Layout, str]:
-    """The layout that the shape of the load suggests, among those allowed, and why."""
-    allowed = load.capacity_tokens
-    if not load.running and not load.waiting:
-        return load.layout, "idle"
-    per_rank = STILL_CROWD_PER_RANK if load.layout is Layout.DP else CROWD_PER_RANK
-    crowd = load.running + load.waiting >= per_rank * load.num_ranks
-    long_prefill = load.longest_prefill >= LONG_PREFILL_CHUNKS * load.chunk_tokens
-    wishes: list[tuple[Layout, str]] = []
-    if long_prefill and not crowd:
-        wishes.append((Layout.CP, f"a prompt of {load.longest_prefill} tokens, few requests"))
-    if crowd:
-        wishes.append((Layout.DP, f"{load.running} running and {load.waiting} waiting requests"))
-        wishes.append((Layout.DOP, "a crowd that needs the cache that replicated weights would take"))
-    else:
-        wishes.append((Layout.TP, f"only {load.running + load.waiting} requests"))
-        wishes.append((Layout.DOP, "few requests, too long for replicated caches"))
-    fits = [wish for wish in wishes if wish[0] in allowed and load.held_tokens <= FULL_SHARE * allowed[wish[0]]]
-    if not fits:
-        owned = [layout for layout in allowed if SPECS[layout].placement is not PlacementKind.REPLICATED]
-        roomiest = max(owned or list(allowed), key=lambda layout: allowed[layout])
-        return roomiest, "the cache is full: room decides"
-    if crowd and load.waiting and fits[0][0] is Layout.DP and load.held_tokens > FULL_SHARE / 2 * allowed[Layout.DP]:
-        roomier = [wish for wish in fits if wish[0] is Layout.DOP]
-        if roomier and allowed[Layout.DOP] > allowed[Layout.DP] * (1 + MIN_GAIN):
-            return roomier[0]
-    return fits[0]
+def reason(comparison: Comparison, best: Candidate, load: Load) -> str:
+    """One line for the switch's record."""
+    here = comparison.candidates[0]
+    counts = f"{load.running} running, {load.waiting} waiting"
+    to_compute = int(load.prefill.sum()) + load.waiting_tokens
+    if to_compute:
+        counts += f", {to_compute} prompt tokens to compute"
+    what = "other owners" if best.moves_owners else best.layout.name.lower()
+    step = f"{_ms(best.times[0].p99_step_s)} a step against {_ms(here.times[0].p99_step_s)}"
+    if best.times[0].concurrency > here.times[0].concurrency * 1.05:
+        step += f", room for {best.times[0].concurrency:.0f} at once against {here.times[0].concurrency:.0f}"
+    saves = f"saves {best.gain_s:.2g} of the next {comparison.ahead_s:.2g} s; takes {best.switch.seconds:.2g} s"
+    return f"{what}: {counts}; {step}; {saves}, costs {best.switch.cost_s:.2g} s"
+
+
+def _kind(comparison: Comparison, best: Candidate, load: Load) -> str:
+    if best.moves_owners:
+        return "owners"
+    if best.times[0].concurrency > comparison.candidates[0].times[0].concurrency * 1.05:
+        return "room"
+    return "prompts" if int(load.prefill.sum()) + load.waiting_tokens > int(load.held.sum()) else "load"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _explained(candidate: Candidate, room: dict[Layout, int]) -> dict[str, object]:
+    switch = candidate.switch
+    return {
+        "layout": candidate.layout.name.lower(),
+        "moves_owners": candidate.moves_owners,
+        "fits": candidate.fits,
+        "room_tokens": room[candidate.layout],
+        "gain_s": candidate.gain_s if candidate.fits else None,
+        "phases": [
+            {"seconds": t.seconds, "p99_step_s": t.p99_step_s, "concurrency": t.concurrency} for t in candidate.times
+        ],
+        "switch": {
+            "route": [layout.name.lower() for layout in switch.route],
+            "bytes": switch.bytes,
+            "steps": switch.steps,
+            "seconds": switch.seconds,
+            "cost_s": switch.cost_s,
+        },
+    }

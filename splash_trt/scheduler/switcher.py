@@ -16,7 +16,7 @@ from splash_trt.cache.placement import Placement, num_pages
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
 from splash_trt.layout.switch import ABORTABLE, Abort, Goal, Record, State, SwitchMachine
-from splash_trt.migration.budget import Budget
+from splash_trt.migration.budget import MAX_BUDGET_BYTES, Budget
 from splash_trt.migration.diff import Sizes, weight_moves
 from splash_trt.migration.targets import Holding, choose_targets, follow
 from splash_trt.plan import Plan, StepResult
@@ -26,7 +26,6 @@ from splash_trt.scheduler.meter import Meter
 from splash_trt.scheduler.movement import Movement
 
 KEPT_RECORDS = 1000
-MAX_BUDGET_BYTES = 256 << 20
 
 
 class Switcher:

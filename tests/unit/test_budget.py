@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splash_trt.migration.budget import ENOUGH, Allowance, Budget
+from splash_trt.migration.budget import REFERENCE_STEP_S, STEPS_BETWEEN, Allowance, Budget
 
 
-def told(budget: Budget, ratio: float, *, times: int = ENOUGH) -> int:
+def told(budget: Budget, ratio: float, *, times: int = STEPS_BETWEEN) -> int:
     for _ in range(times):
         budget.observe(ratio)
     return budget.bytes_per_step
@@ -39,35 +39,42 @@ def test_it_shrinks_when_steps_are_slower_down_to_the_floor() -> None:
 
 def test_it_does_not_judge_before_it_has_seen_enough() -> None:
     budget = Budget(400, 100, 1000, 0.05)
-    assert told(budget, 9.0, times=ENOUGH - 1) == 400
+    assert told(budget, 9.0, times=STEPS_BETWEEN - 1) == 400
     assert told(budget, 9.0, times=1) == 200
-    assert told(budget, 9.0, times=ENOUGH - 1) == 200, "what led to the last change is not counted again"
+    assert told(budget, 9.0, times=STEPS_BETWEEN - 1) == 200, "what led to the last change is not counted again"
 
 
 def test_one_slow_step_among_many_does_not_count() -> None:
     budget = Budget(400, 100, 1000, 0.05)
     budget.observe(1000.0)
-    assert told(budget, 1.0, times=ENOUGH - 1) == 500
+    assert told(budget, 1.0, times=STEPS_BETWEEN - 1) == 500
 
 
 def test_a_new_switch_starts_afresh() -> None:
     budget = Budget(400, 100, 1000, 0.05)
     told(budget, 9.0)
-    told(budget, 9.0, times=ENOUGH - 1)
+    told(budget, 9.0, times=STEPS_BETWEEN - 1)
     budget.begin()
     assert budget.bytes_per_step == 400
-    assert told(budget, 1.0, times=ENOUGH - 1) == 400
+    assert told(budget, 1.0, times=STEPS_BETWEEN - 1) == 400
     assert told(budget, 1.0, times=1) == 500
 
 
 def test_a_step_moves_more_where_the_deadline_would_be_missed() -> None:
-    budget = Budget(400, 100, 100_000, 0.05)
-    assert budget.in_time(3_000, left_s=20.0, step_s=1.0) == 400, "ten steps of 400 are enough"
-    assert budget.in_time(8_000, left_s=20.0, step_s=1.0) == 800
-    assert budget.in_time(8_000, left_s=0.1, step_s=1.0) == 8_000
-    assert budget.in_time(8_000, left_s=-1.0, step_s=1.0) == 8_000
-    assert budget.in_time(1 << 40, left_s=1.0, step_s=1.0) == 100_000
+    budget, step_s = Budget(400, 100, 100_000, 0.05), REFERENCE_STEP_S
+    assert budget.in_time(3_000, left_s=20 * step_s, step_s=step_s) == 400, "ten steps of 400 are enough"
+    assert budget.in_time(8_000, left_s=20 * step_s, step_s=step_s) == 800
+    assert budget.in_time(8_000, left_s=step_s / 10, step_s=step_s) == 8_000
+    assert budget.in_time(8_000, left_s=-1.0, step_s=step_s) == 8_000
+    assert budget.in_time(1 << 40, left_s=step_s, step_s=step_s) == 100_000
     assert budget.in_time(1 << 40, left_s=1.0, step_s=0.0) == 400, "nothing is known of steps yet"
+
+
+def test_a_longer_step_hides_more() -> None:
+    budget = Budget(400, 100, 1_000, 0.05)
+    assert budget.in_time(10, left_s=1e6, step_s=REFERENCE_STEP_S / 2) == 400
+    assert budget.in_time(10, left_s=1e6, step_s=REFERENCE_STEP_S * 3) == 1_200
+    assert budget.in_time(1 << 40, left_s=0.0, step_s=REFERENCE_STEP_S * 3) == 3_000
 
 
 def test_an_allowance_counts_what_each_rank_sends_and_receives() -> None:

@@ -1,0 +1,267 @@
+"""Which layout to be in: the shortest path through the phases ahead, with what each change of layout costs.
+
+Pure functions over one Load. A candidate is a layout, or the present one with some requests at other owners. For each
+one: what the phases would take if the switch to it began now, and the best were done from then on; against staying for
+the first phase and doing the best from then on. So a switch that can as well be made later is not made now, and one
+that would soon have to be undone pays for both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.layout.spec import SPECS, PlacementKind
+from splash_trt.migration.budget import MAX_BUDGET_BYTES, scaled
+from splash_trt.migration.diff import Sizes
+from splash_trt.scheduler import transition
+from splash_trt.scheduler.balance import rebalanced
+from splash_trt.scheduler.load import Load
+from splash_trt.scheduler.phases import Estimator, Phase, Time, homes_under, phases_of
+
+HORIZON_S = 60.0
+"""Work further ahead is not counted: by then another decision will have been made."""
+COMMIT_STEPS = 0.1  # of a step: what the hand-over costs; measured stalls are below it
+OVER_BOUND = 20.0  # a phase whose steps exceed the bound by x times the bound counts as longer by this many times x
+
+
+class Goal(str, Enum):
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a layout is chosen for. p99_step_s: a bound on the time per output token, for throughput under a bound."""
+
+    goal: Goal = Goal.THROUGHPUT
+    p99_step_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """ "throughput", "latency", or "bounded:MS": throughput with at most MS milliseconds per output token (p99)."""
+        name, _, bound = text.partition(":")
+        if name == "bounded":
+            try:
+                milliseconds = float(bound)
+            except ValueError:
+                milliseconds = 0.0
+            if not 0 < milliseconds < 1e6:
+                raise ValueError(f"objective: {text!r}: bounded needs milliseconds, as in bounded:50")
+            return cls(p99_step_s=milliseconds / 1e3)
+        if bound or name not in ("throughput", "latency"):
+            raise ValueError(f"objective: {text!r} is not one of throughput, latency, bounded:MS")
+        return cls(goal=Goal(name))
+
+    def weigh(self, time: Time, steps: float) -> float:
+        """What a phase costs: seconds, or what has the same meaning for this objective. steps: of the phase at full
+        concurrency, the same for all layouts."""
+        if self.goal is Goal.LATENCY:
+            return steps * time.p99_step_s
+        over = 0.0 if self.p99_step_s is None else max(time.p99_step_s / self.p99_step_s - 1, 0.0)
+        return time.seconds * (1 + OVER_BOUND * over)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """What going there takes."""
+
+    route: tuple[Layout, ...]
+    bytes: float
+    """Between ranks, in and out, at the busiest one."""
+    steps: int
+    seconds: float
+    cost_s: float
+    """Of the work ahead: slower steps, admissions held, the hand-over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    layout: Layout
+    homes: np.ndarray = field(repr=False)
+    """[R] owners or homes there."""
+    fits: bool
+    """There is room for what is held now."""
+    switch: Switch
+    times: tuple[Time, ...]
+    costs: tuple[float, ...]
+    """By phase, as the objective weighs them."""
+    gain_s: float = 0.0
+    """What going there now saves of the time ahead, against staying for now; its cost is taken off."""
+
+    @property
+    def moves_owners(self) -> bool:
+        """It is the present layout, with other owners."""
+        return self.switch.steps > 0 and not self.switch.route
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """candidates[0] is to stay."""
+
+    candidates: tuple[Candidate, ...]
+    ahead_s: float
+    """What the first phase costs in the present layout: the stretch that a change now is about."""
+
+    @property
+    def best(self) -> Candidate:
+        return max(self.candidates, key=lambda candidate: candidate.gain_s)
+
+
+class Comparer:
+    """Of one deployment. room: distinct tokens that each allowed layout holds."""
+
+    def __init__(
+        self, estimator: Estimator, config: EngineConfig, sizes: Sizes, room: dict[Layout, int], objective: Objective
+    ) -> None:
+        self._estimator = estimator
+        self._config = config
+        self._sizes = sizes
+        self._room = room
+        self._objective = objective
+
+    def compare(self, load: Load, step_s: float) -> Comparison:
+        """step_s: what a step takes now."""
+        phases = phases_of(load, step_s)
+        stay = self._candidate(load, phases, load.layout, homes_under(load.layout, load), step_s)
+        phases = phases[: _within(stay, HORIZON_S)]
+        stay = replace(stay, times=stay.times[: len(phases)], costs=stay.costs[: len(phases)])
+        candidates = [stay]
+        moved = self._moved_owners(load)
+        if moved is not None:
+            candidates.append(self._candidate(load, phases, load.layout, moved, step_s))
+        candidates += [
+            self._candidate(load, phases, layout, homes_under(layout, load), step_s)
+            for layout in self._room
+            if layout is not load.layout
+        ]
+        later = [[self._later(load, a, b, step_s) for b in candidates] for a in candidates]
+        gains = _gains(candidates, later)
+        return Comparison(
+            candidates=tuple(replace(c, gain_s=gain) for c, gain in zip(candidates, gains, strict=True)),
+            ahead_s=stay.costs[0] if stay.costs else 0.0,
+        )
+
+    def _moved_owners(self, load: Load) -> np.ndarray | None:
+        """[R] owners that even the ranks' work out; None where there are none, or as they are."""
+        if SPECS[load.layout].placement is not PlacementKind.OWNED or load.running < 2:
+            return None
+        # A request weighs what it adds to its owner's step: the rows it reads, and a token's dense work.
+        rows = (load.held + np.minimum(load.left, load.held + 1)).astype(np.float64)
+        weight = rows + rows.mean()
+        homes = rebalanced(weight, load.home, load.num_ranks)
+        return None if np.array_equal(homes, load.home) else homes
+
+    def _candidate(
+        self, load: Load, phases: list[Phase], layout: Layout, homes: np.ndarray, step_s: float
+    ) -> Candidate:
+        times = tuple(self._estimator.time(phase, layout, homes) for phase in phases)
+        steps = [phase.tokens / max(float(phase.alive.sum()) + phase.joining, 1.0) for phase in phases]
+        costs = [
+            self._objective.weigh(time, max(ideal, time.steps if ideal == 0 else 0.0))
+            for time, ideal in zip(times, steps, strict=True)
+        ]
+        return Candidate(
+            layout=layout,
+            homes=homes,
+            fits=float(load.held.sum()) <= self._room[layout] or layout is load.layout,
+            switch=self._switch(load, load.layout, layout, homes, step_s),
+            times=times,
+            costs=tuple(costs),
+        )
+
+    def _switch(self, load: Load, source: Layout, target: Layout, homes: np.ndarray, step_s: float) -> Switch:
+        """From `source`, as the requests lie there now."""
+        sizes, n = self._sizes, load.num_ranks
+        compacted = 0
+        route: tuple[Layout, ...] = (target,)
+        if source is target:
+            moved = transition.owner_traffic(load.held, load.home, homes, n, sizes.row_bytes)
+            route = ()
+        else:
+            rows = np.bincount(load.home, load.held, n)
+            moved = transition.traffic(source, target, rows, sizes)
+            compacted = transition.compacted_pages(source, target, load.held_pages, sizes)
+            if Layout.DOP in self._room and transition.needs_way_station(source, target, load.held_pages, sizes):
+                route = (Layout.DOP, target)
+        if source is target and not moved.busiest:
+            return Switch(route=route, bytes=0.0, steps=0, seconds=0.0, cost_s=0.0)
+        making_room = _steps_for(compacted * sizes.page_bytes, load, step_s)
+        moving = _steps_for(moved.busiest, load, step_s)
+        steps = making_room + moving + transition.FEW_STEPS * max(len(route), 1)
+        # While room is being made those who wait are not let in: the share of the batch that they would have been.
+        held = making_room * step_s * min(1.0, load.waiting / max(load.running, 1))
+        inside = 2.0 * compacted * sizes.page_bytes
+        cost = self._estimator.moved_s(moved.both_ways + inside) + held + COMMIT_STEPS * step_s
+        return Switch(route=route, bytes=moved.both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
+
+    def _later(self, load: Load, source: Candidate, target: Candidate, step_s: float) -> tuple[float, float]:
+        """(cost, seconds) of going from one to the other after a phase, about."""
+        if source is target:
+            return 0.0, 0.0
+        if source.layout is target.layout:
+            return math.inf, 0.0  # owners are moved now or not at all
+        rows = np.bincount(source.homes, load.held, load.num_ranks)
+        moved = transition.traffic(source.layout, target.layout, rows, self._sizes)
+        steps = _steps_for(moved.busiest, load, step_s) + transition.FEW_STEPS
+        return self._estimator.moved_s(moved.both_ways) + COMMIT_STEPS * step_s, steps * step_s
+
+
+def _steps_for(num_bytes: float, load: Load, step_s: float) -> int:
+    return transition.steps_for(num_bytes, scaled(load.budget_bytes, step_s), scaled(MAX_BUDGET_BYTES, step_s))
+
+
+def _within(stay: Candidate, horizon_s: float) -> int:
+    """How many phases begin before the horizon."""
+    begins = np.cumsum([0.0, *(time.seconds for time in stay.times[:-1])])
+    return int((begins < horizon_s).sum()) if stay.times else 0
+
+
+def _gains(candidates: list[Candidate], later: list[list[tuple[float, float]]]) -> list[float]:
+    """Of each candidate: staying for the first phase, less going there now."""
+    num = len(candidates)
+    if not candidates[0].costs:
+        return [0.0] * num
+    best = _best(candidates, later)
+    gains = [0.0]
+    for c in range(1, num):
+        there = candidates[c]
+        gains.append(best[0][0] - _going(candidates[0], there, c, best) if there.fits else -math.inf)
+    return gains
+
+
+def _best(candidates: list[Candidate], later: list[list[tuple[float, float]]]) -> list[list[float]]:
+    """[p][c]: the least that phases p, p + 1 … cost if candidate c serves phase p. later[c][d]: (cost, seconds)."""
+    num_phases, num = len(candidates[0].costs), len(candidates)
+    best = [[0.0] * num for _ in range(num_phases)]
+
+    def onward(p: int, c: int, d: int) -> float:
+        """Phases p and later, when the switch from c to d begins with phase p, which c serves until it is done."""
+        here, there = candidates[c], candidates[d]
+        cost, seconds = later[c][d]
+        lag = min(1.0, seconds / max(here.times[p].seconds, 1e-12)) * max(here.costs[p] - there.costs[p], 0.0)
+        return cost + lag + best[p][d]
+
+    for p in reversed(range(num_phases)):
+        for c, candidate in enumerate(candidates):
+            best[p][c] = candidate.costs[p]
+            if p + 1 < num_phases:
+                best[p][c] += min(onward(p + 1, c, d) for d in range(num) if d == c or candidates[d].fits)
+    return best
+
+
+def _going(here: Candidate, there: Candidate, index: int, best: list[list[float]]) -> float:
+    """Cost of all phases when the switch begins now: those that it takes are spent where we are."""
+    left, total = there.switch.seconds, there.switch.cost_s
+    for p, time in enumerate(here.times):
+        if left >= time.seconds:
+            total += here.costs[p]
+            left -= time.seconds
+            continue
+        share = left / time.seconds
+        return total + share * here.costs[p] - share * there.costs[p] + best[p][index]
+    return total

@@ -1,0 +1,51 @@
+"""What a policy looks at: the requests that run and wait, as plain numbers. R running requests, N ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splash_trt.config import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """A moment of a deployment. Tokens are cache rows."""
+
+    now: float
+    layout: Layout
+    num_ranks: int
+    held: np.ndarray
+    """[R] rows that are computed."""
+    prefill: np.ndarray
+    """[R] known tokens that still have to be computed, the one that decodes not counted."""
+    generated: np.ndarray
+    """[R] tokens of output so far."""
+    limit_left: np.ndarray
+    """[R] tokens of output that the request's limit leaves."""
+    left: np.ndarray
+    """[R] expected tokens of output still to come, at most limit_left."""
+    home: np.ndarray
+    """[R] owner or home; 0 in TP."""
+    slots: np.ndarray
+    """[R] which requests they are."""
+    waiting: int
+    waiting_tokens: int
+    """Tokens that the waiting requests have to compute before their first new one."""
+    waiting_left: float
+    """Expected output of one of them."""
+    arrivals_s: float
+    """Requests per second of late."""
+    held_pages: np.ndarray
+    """[N] pages that ranks hold, those that are leaving not counted."""
+    budget_bytes: int
+    """What a rank may send or receive for a switch in one step, to begin with."""
+
+    @property
+    def running(self) -> int:
+        return len(self.held)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.running == 0 and self.waiting == 0

@@ -1,0 +1,219 @@
+"""The work ahead, cut into phases in which the batch hardly changes, and how long each would take under a layout.
+
+First the prompts that are known and the queue behind the running requests; then what runs decodes on, fewer and fewer.
+Requests that keep arriving are a part of every phase. R running requests, N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.layout.spec import SPECS, PlacementKind
+from splash_trt.scheduler.batch import Batch
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.load import Load
+
+LIVES = (0.0, 0.4, 1.0, 2.0, 4.0)  # bounds of the decoding phases, in mean remaining lives of the running requests
+FULL = 0.97  # of the cache: beyond it requests get in each other's way
+RARE = 0.01  # share of steps below which the 99th percentile does not see them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of work, the same for all layouts. Requests are counted in fractions: they end by chance."""
+
+    alive: np.ndarray
+    """[R]: the chance of each running request to take part, about half way."""
+    context: np.ndarray
+    """[R]: its cache rows about half way."""
+    joining: float
+    """Further requests that take part where there is room for them."""
+    joining_context: float
+    """Cache rows of one of them, about half way through its life."""
+    tokens: float
+    """Output to be made by all of them."""
+    prefill_tokens: float
+    prompts: float
+    """Among which prefill_tokens are divided."""
+    presence: float = 1.0
+    """The chance that there is anything to do at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """What a phase takes under one layout."""
+
+    seconds: float
+    steps: float
+    p99_step_s: float
+    """The step that only one in a hundred exceeds: what a running request waits for its next token."""
+    concurrency: float
+    """Requests that run at once."""
+
+
+def phases_of(load: Load, step_s: float) -> list[Phase]:
+    """What is ahead. step_s: what a step takes now, which tells how many requests arrive meanwhile."""
+    found: list[Phase] = []
+    prefill = float(load.prefill.sum()) + load.waiting_tokens
+    context = load.held + load.prefill
+    if prefill or load.waiting:
+        found.append(
+            Phase(
+                alive=np.ones(load.running),
+                context=context.astype(np.float64),
+                joining=load.waiting,
+                joining_context=load.waiting_tokens / max(load.waiting, 1) + load.waiting_left / 2,
+                tokens=load.waiting * load.waiting_left,
+                prefill_tokens=prefill,
+                prompts=float((load.prefill > 0).sum()) + load.waiting,
+            )
+        )
+    if load.running:
+        life = float(load.left.mean())
+        prompt = float((context - load.generated).mean())
+        newcomers = load.arrivals_s * load.waiting_left * step_s
+        for begin, end in zip(LIVES[:-1], LIVES[1:], strict=True):
+            steps, middle = (end - begin) * life, (begin + end) / 2 * life
+            alive = np.exp(-middle / np.maximum(load.left, 1.0))
+            expected = float(alive.sum())
+            arriving = load.arrivals_s * step_s * steps
+            found.append(
+                Phase(
+                    alive=alive / min(expected, 1.0),
+                    context=context + middle,
+                    joining=newcomers,
+                    joining_context=prompt + load.waiting_left / 2,
+                    tokens=steps * (max(expected, 1.0) + newcomers),
+                    prefill_tokens=arriving * prompt,
+                    prompts=arriving,
+                    presence=min(expected + newcomers, 1.0),
+                )
+            )
+    return found
+
+
+def homes_under(layout: Layout, load: Load) -> np.ndarray:
+    """[R]: owners or homes that the running requests would have: as they are where there are any, else dealt out, the
+    largest first, to and fro over the ranks."""
+    if SPECS[layout].placement is PlacementKind.REPLICATED:
+        return np.zeros(load.running, np.int64)
+    if SPECS[load.layout].placement is not PlacementKind.REPLICATED:
+        return load.home
+    n = load.num_ranks
+    homes = np.empty(load.running, np.int64)
+    turn = np.arange(load.running) % (2 * n)
+    homes[np.argsort(-load.held, kind="stable")] = np.where(turn < n, turn, 2 * n - 1 - turn)
+    return homes
+
+
+class Estimator:
+    """Times phases. room: distinct tokens that each layout holds."""
+
+    def __init__(self, cost: CostModel, config: EngineConfig, room: dict[Layout, int]) -> None:
+        self.cost = cost
+        self._config = config
+        self._room = room
+
+    def moved_s(self, num_bytes: float) -> float:
+        """By how much copies of num_bytes, in and out at the busiest rank, lengthen the steps beside them."""
+        none = np.zeros(self._config.num_ranks)
+        one = none.copy()
+        one[0] = 1.0
+        batch = Batch(
+            layout=self._config.layout,
+            decode_tokens=one,
+            decode_context=one,
+            prefill_tokens=none,
+            prefill_pairs=none,
+            prefill_context=none,
+            sampled=1,
+        )
+        return self.cost.step_s(replace(batch, moved_bytes=round(num_bytes))) - self.cost.step_s(batch)
+
+    def time(self, phase: Phase, layout: Layout, homes: np.ndarray) -> Time:
+        """What `phase` takes with the running requests at homes [R]."""
+        alive, running = phase.alive, float(phase.alive.sum())
+        demand = float((alive * phase.context).sum())
+        room = FULL * self._room[layout]
+        joining = 0.0
+        prefill = phase.prefill_tokens
+        if demand > room:  # some have to give their cache up, and are computed again later
+            prefill += demand - room
+            alive = alive * (room / demand)
+            running = float(alive.sum())
+        elif phase.joining:
+            places = min((room - demand) / max(phase.joining_context, 1.0), self._config.max_running - running)
+            joining = min(phase.joining, max(places, 0.0 if running else 1.0))
+        concurrency = running + joining
+        decode = self._batch(phase, layout, homes, alive, joining, 0.0)
+        decode_s = self.cost.step_s(decode) if concurrency else 0.0
+        steps = phase.tokens / concurrency if concurrency else 0.0
+        mixed, mixed_s = 0.0, 0.0
+        if prefill > 0:
+            most = max(self._config.max_batch_tokens - concurrency, 1.0)
+            chunk = min(most, max(phase.prefill_tokens, 1.0))
+            mixed = prefill / chunk
+            # Those that wait for their prompts to be computed do not decode yet.
+            mixed_s = self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, chunk))
+        seconds = mixed * mixed_s + max(steps - mixed, 0.0) * decode_s
+        total = max(steps, mixed, 1e-9)
+        return Time(
+            seconds=seconds * phase.presence,
+            steps=total * phase.presence,
+            p99_step_s=mixed_s if mixed / total > RARE else decode_s,
+            concurrency=concurrency,
+        )
+
+    def _batch(
+        self, phase: Phase, layout: Layout, homes: np.ndarray, alive: np.ndarray, joining: float, chunk: float
+    ) -> Batch:
+        """A step of the phase: one token of each that decodes, and `chunk` tokens of prompts."""
+        n = self._config.num_ranks
+        tokens: np.ndarray = np.bincount(homes, alive, n)
+        context: np.ndarray = np.bincount(homes, alive * phase.context, n)
+        replicated = SPECS[layout].placement is PlacementKind.REPLICATED
+        if joining:
+            more = np.zeros(n)
+            if replicated:
+                more[0] = joining
+            else:
+                more = level(tokens, joining)
+            tokens, context = tokens + more, context + more * phase.joining_context
+        prefill, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
+        if chunk:
+            prompt = phase.prefill_tokens / max(phase.prompts, 1.0)
+            at_once = max(chunk / max(prompt, 1.0), 1.0)  # prompts in one chunk
+            ranks = 1 if replicated else int(min(max(round(at_once), 1), n))
+            middle = min((prompt + min(chunk, prompt)) / 2, max(prompt, 1.0))  # where a chunk ends, on average
+            prefill[:ranks] = chunk / ranks
+            pairs[:ranks] = chunk / ranks * max(prompt / 2, 1.0)
+            reached[:ranks] = at_once / ranks * middle
+        return Batch(
+            layout=layout,
+            decode_tokens=tokens,
+            decode_context=context,
+            prefill_tokens=prefill,
+            prefill_pairs=pairs,
+            prefill_context=reached,
+            sampled=int(np.ceil(tokens.sum() + (phase.prompts > 0) * bool(chunk))),
+            decode_longest=int(phase.context.max(initial=0.0)) if len(homes) else 0,
+        )
+
+
+def level(counts: np.ndarray, more: float) -> np.ndarray:
+    """[N] how `more` requests are dealt to ranks with `counts` [N] so that the largest count is as small as can be;
+    whole ones first, since half a request keeps a rank as busy as one."""
+    order = np.argsort(counts, kind="stable")
+    ranked = counts[order]
+    sums = np.arange(1, len(counts) + 1) * ranked - np.cumsum(ranked)  # to lift those below up to each one
+    full = int(np.searchsorted(sums, more, side="right"))  # ranks that get some
+    height = (more + ranked[:full].sum()) / full
+    out = np.zeros_like(counts)
+    out[order[:full]] = height - ranked[:full]
+    if more < full:  # fewer requests than ranks
+        out[:] = 0
+        out[order[: max(int(more), 1)]] = more / max(int(more), 1)
+    return out

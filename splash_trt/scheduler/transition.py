@@ -1,0 +1,107 @@
+"""What going from one layout to another would take from here: bytes between ranks, steps, seconds. Pure functions.
+
+The same rules as migration/diff.py, over sums instead of pages: tests hold the two against each other. N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splash_trt.config import Layout
+from splash_trt.layout.spec import SPECS, PlacementKind, Residency
+from splash_trt.migration.budget import GROWTH, STEPS_BETWEEN
+from splash_trt.migration.diff import Sizes
+
+FEW_STEPS = 4  # to be told of, to be acknowledged, to be committed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes [N] that each rank sends and receives."""
+
+    sent: np.ndarray
+    received: np.ndarray
+
+    @property
+    def busiest(self) -> float:
+        """What bounds the number of steps: a budget counts each way by itself."""
+        return float(max(self.sent.max(), self.received.max()))
+
+    @property
+    def both_ways(self) -> float:
+        """In and out together, at the rank that has most."""
+        return float((self.sent + self.received).max())
+
+
+def row_traffic(source: PlacementKind, target: PlacementKind, rows: np.ndarray, row_bytes: int) -> Traffic:
+    """For rows [N] by owner or home, none of which changes its home."""
+    n, total = len(rows), rows.sum()
+    sent = received = np.zeros(n)
+    if source is target or source is PlacementKind.REPLICATED:
+        pass
+    elif source is PlacementKind.OWNED and target is PlacementKind.REPLICATED:
+        sent, received = rows * (n - 1.0), total - rows
+    elif source is PlacementKind.OWNED:
+        sent, received = rows * (n - 1) / n, (total - rows) / n
+    elif target is PlacementKind.OWNED:
+        sent, received = (total - rows) / n, rows * (n - 1) / n
+    else:  # a stripe is one page in N, evenly
+        sent = received = np.full(n, total * (n - 1) / n)
+    return Traffic(sent=sent * row_bytes, received=received * row_bytes)
+
+
+def weight_traffic(source: Residency, target: Residency, sizes: Sizes) -> Traffic:
+    """Head-cut tensors of the other ranks come in."""
+    own = np.array(sizes.heads, np.float64) * sum(sizes.head_numbers) * sizes.itemsize
+    if source is target or target is Residency.SHARD:
+        return Traffic(sent=np.zeros(len(own)), received=np.zeros(len(own)))
+    return Traffic(sent=own * (len(own) - 1), received=own.sum() - own)
+
+
+def traffic(source: Layout, target: Layout, rows: np.ndarray, sizes: Sizes) -> Traffic:
+    """Rows and heads together; rows [N] by owner or home."""
+    here, there = SPECS[source], SPECS[target]
+    cache = row_traffic(here.placement, there.placement, rows, sizes.row_bytes)
+    heads = weight_traffic(here.residency, there.residency, sizes)
+    return Traffic(sent=cache.sent + heads.sent, received=cache.received + heads.received)
+
+
+def owner_traffic(rows: np.ndarray, home: np.ndarray, new_home: np.ndarray, num_ranks: int, row_bytes: int) -> Traffic:
+    """Requests that change their owner: rows, home, new_home [R]."""
+    moved = home != new_home
+    sent = np.bincount(home[moved], rows[moved] * row_bytes, num_ranks)
+    received = np.bincount(new_home[moved], rows[moved] * row_bytes, num_ranks)
+    return Traffic(sent=sent, received=received)
+
+
+def compacted_pages(source: Layout, target: Layout, held_pages: np.ndarray, sizes: Sizes) -> int:
+    """Pages of the fullest rank that have to leave the top of the arena, at most, before heads can come in."""
+    here, there = SPECS[source], SPECS[target]
+    if here.residency is there.residency or there.residency is Residency.SHARD:
+        return 0
+    before, after = (np.array(sizes.pages[residency]) for residency in (here.residency, there.residency))
+    # Pages are allocated lowest first, but where they are by now is anybody's guess: the share of the arena that goes.
+    return int(np.ceil(held_pages * (before - after) / np.maximum(before, 1)).max())
+
+
+def needs_way_station(source: Layout, target: Layout, held_pages: np.ndarray, sizes: Sizes) -> bool:
+    """Whether heads find no room beside the replicas, so that these are forgotten first, in DOP."""
+    here, there = SPECS[source], SPECS[target]
+    if here.placement is not PlacementKind.REPLICATED or there.residency is not Residency.FULL:
+        return False
+    return bool((held_pages > np.array(sizes.pages[Residency.FULL])).any())
+
+
+def steps_for(num_bytes: float, budget_bytes: int, ceiling_bytes: int) -> int:
+    """Steps in which the busiest rank sends or receives num_bytes, under a budget that grows as budget.py lets it."""
+    steps, left, budget = 0, num_bytes, float(max(budget_bytes, 1))
+    while left > 0:
+        if budget >= ceiling_bytes:
+            return steps + int(-(-left // ceiling_bytes))
+        run = min(STEPS_BETWEEN, int(-(-left // budget)))
+        steps += run
+        left -= run * budget
+        budget = min(budget * GROWTH, float(ceiling_bytes))
+    return steps
