@@ -1,0 +1,234 @@
+"""`splash-trt simulate`: the server's own scheduler and policy on a device that is not there, under a recorded or made
+load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from splash_trt.capacity.command import ALIASES, DEFAULT_SHARE, FORMAT_NAMES
+from splash_trt.config import DTYPES, EngineConfig, Formats, Layout
+from splash_trt.memory.map import model_sizes
+from splash_trt.models.config import ModelConfig
+from splash_trt.models.planning import load_for_planning
+from splash_trt.options import Size, or_fail
+from splash_trt.orchestrator import cost_policy
+from splash_trt.scheduler.compare import Objective
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.device import Device
+from splash_trt.scheduler.devices import load_device
+from splash_trt.simulate import generators, plots, report
+from splash_trt.simulate.adversary import Adversary
+from splash_trt.simulate.compare import Comparison, compare, configs
+from splash_trt.simulate.outcome import AUTO
+from splash_trt.simulate.run import Progress
+from splash_trt.simulate.traces import Trace, read_trace
+
+LABELS = (AUTO, *(layout.name.lower() for layout in Layout))
+
+
+class Labels(click.ParamType):
+    """auto and names of layouts, separated by commas."""
+
+    name = "layouts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip().lower() for name in str(value).split(",")))
+        for name in names:
+            if name not in LABELS:
+                self.fail(f"{name!r} is not one of {', '.join(LABELS)}", param, ctx)
+        return names
+
+
+@click.command("simulate")
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="A config.json, or its folder.")
+@click.option("--device", required=True, help="A built-in device or a JSON file.")
+@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
+@click.option("--trace", required=True, metavar="FILE|NAME[:K=V,…]",
+              help="Azure's CSV or Mooncake's .jsonl, or a load made from numbers: "
+                   f"{', '.join(generators.names())}.")  # fmt: skip
+@click.option("--layouts", type=Labels(), default=",".join(LABELS), show_default=True,
+              help="What to compare. auto follows the load among the others that are named, or all.")  # fmt: skip
+@click.option("--weights", type=click.Choice(FORMAT_NAMES), help="Format of the weights but attention's head-cut ones.")
+@click.option("--attention", type=click.Choice(FORMAT_NAMES), help="Format of attention's head-cut weights.")
+@click.option("--cache", type=click.Choice(FORMAT_NAMES), help="Format of the cache.")
+@click.option("--dtype", type=click.Choice([*ALIASES, *DTYPES]), default="bfloat16", show_default=True,
+              help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
+@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
+@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True),
+              help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
+@click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
+@click.option("--max-running", type=int, default=1024, show_default=True, help="Most requests that hold cache.")
+@click.option("--max-context", type=int, help="Longest prompt + output; default: the model's.")
+@click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
+@click.option("--objective", default="throughput", show_default=True, metavar="throughput|latency|bounded:MS",
+              help="What auto goes for; bounded: throughput with so many ms per output token (p99).")  # fmt: skip
+@click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
+@click.option("--rate-scale", type=click.FloatRange(0, 1e6, min_open=True), default=1.0, show_default=True,
+              help="Let requests arrive so many times as fast.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of made loads.")
+@click.option("--plots", "plots_folder", type=click.Path(path_type=Path), metavar="DIR", help="Draw pictures there.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write everything there.")
+def simulate_command(**fields: Any) -> None:
+    """Compare layouts, and following the load, on devices that need not be there.
+
+    The scheduler, the policy, the switch and the accounting of the cache are those of `serve`; only the time that steps
+    take is the cost model's.
+    """
+    options = Options(**fields)
+    comparison = or_fail(lambda: run(options))
+    click.echo(report.text(comparison))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's, by the names of its parameters."""
+
+    model: Path
+    device: str
+    num_ranks: int
+    trace: str
+    layouts: tuple[str, ...] = LABELS
+    weights: str | None = None
+    attention: str | None = None
+    cache: str | None = None
+    dtype: str = "bfloat16"
+    memory_bytes: int | None = None
+    memory_share: float | None = None
+    max_batch_tokens: int = 8192
+    max_running: int = 1024
+    max_context: int | None = None
+    page_tokens: int = 64
+    objective: str = "throughput"
+    requests: int | None = None
+    rate_scale: float = 1.0
+    seed: int = 0
+    plots_folder: Path | None = None
+    json_file: Path | None = None
+
+
+def run(options: Options) -> Comparison:
+    """Simulate and write what was asked for; ValueError and OSError say what a user got wrong."""
+    objective = Objective.parse(options.objective)
+    if options.plots_folder is not None:
+        plots.pyplot()  # before minutes are spent
+    if options.json_file is not None and not options.json_file.parent.is_dir():
+        raise ValueError(f"json_file: there is no folder {options.json_file.parent}")
+    model, quantised = load_for_planning(options.model)
+    device = load_device(options.device)
+    memory, origin = _memory(options, device)
+    base = _config(options, memory)
+    for config in configs(base, options.layouts).values():
+        model_sizes(model, config)  # says which rank lacks how much, before anything runs
+    cost = CostModel(model, base, device)
+    load = open_load(options)
+    total = load.num_requests * (len(options.layouts) + (AUTO in options.layouts))
+    with click.progressbar(length=total, label="Simulating", file=sys.stderr) as bar:
+        comparison = compare(
+            model,
+            base,
+            cost,
+            load,
+            options.layouts,
+            lambda config: cost_policy(model, config, device, objective),
+            progress=_progress(bar, load.num_requests),
+        )
+        bar.update(total - bar.pos)
+    comparison = _with_device(comparison, options, model, quantised, device, origin)
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(comparison.to_json(), indent=1) + "\n", encoding="utf-8")
+    if options.plots_folder is not None:
+        title = f"{options.model.name} on {base.num_ranks} x {device.name}"
+        plots.draw(options.plots_folder, comparison, model, base, cost, title)
+    return comparison
+
+
+def open_load(options: Options) -> Trace | Adversary:
+    """A file if its name ends as one, else what a generator makes."""
+    name = options.trace.partition(":")[0]
+    if name in generators.names() and not Path(options.trace).is_file():
+        if options.requests is not None:
+            raise ValueError(f"requests: is for files; {name} takes its own numbers, as in {name}:requests=100")
+        made = generators.make(options.trace, options.seed)
+        if isinstance(made, Adversary):
+            return made
+        return made.at_rate(options.rate_scale)
+    path = Path(options.trace)
+    if path.suffix not in (".csv", ".jsonl") and not path.is_file():
+        raise ValueError(f"trace: {options.trace!r} is neither a file nor one of {', '.join(generators.names())}")
+    trace = read_trace(path, requests=options.requests).at_rate(options.rate_scale)
+    if options.rate_scale != 1:
+        trace = dataclasses.replace(
+            trace, notes=(f"arrivals {options.rate_scale:g} times as fast as recorded", *trace.notes)
+        )
+    return trace
+
+
+def _progress(bar: Any, num_requests: int) -> Any:
+    """One bar for all runs: each adds the requests that have ended in it."""
+    begun: list[str] = []
+
+    def of(label: str) -> Progress:
+        before = len(begun) * num_requests
+        begun.append(label)
+
+        def told(seconds: float, ended: int) -> None:
+            if sys.stderr.isatty():  # elsewhere each new label would be a line
+                bar.label = f"Simulating {label}, {seconds:.0f} s"
+            bar.update(before + ended - bar.pos)
+
+        bar.update(before - bar.pos)
+        return told
+
+    return of
+
+
+def _memory(options: Options, device: Device) -> tuple[int, str]:
+    """A rank's arena in bytes, and where that is from."""
+    if options.memory_bytes is not None:
+        if options.memory_share is not None:
+            raise ValueError("memory_share: is a share of what --device has; --memory is the arena itself")
+        return options.memory_bytes, "--memory"
+    if not device.memory_bytes:
+        raise ValueError(f"memory_bytes: {device.name} does not say how much memory it has; give --memory BYTES")
+    share = DEFAULT_SHARE if options.memory_share is None else options.memory_share
+    return int(device.memory_bytes * share), f"{100 * share:g} % of {device.memory_bytes:,} bytes"
+
+
+def _config(options: Options, memory: int) -> EngineConfig:
+    def name(text: str | None) -> str | None:
+        return None if text is None else ALIASES.get(text, text)
+
+    return EngineConfig(
+        num_ranks=options.num_ranks,
+        dtype=ALIASES.get(options.dtype, options.dtype),
+        formats=Formats(
+            weights=name(options.weights), attention=name(options.attention), cache=name(options.cache)
+        ),
+        memory_bytes=memory,
+        page_tokens=options.page_tokens,
+        max_batch_tokens=options.max_batch_tokens,
+        max_running=options.max_running,
+        max_context=options.max_context,
+    )
+
+
+def _with_device(
+    comparison: Comparison, options: Options, model: ModelConfig, quantised: bool, device: Device, origin: str
+) -> Comparison:
+    """The comparison, with what model and device it is about."""
+    note = "; the checkpoint is quantised, which is not followed: the formats below are what is counted"
+    head = (
+        ("model", f"{options.model}: {model.model_type}, {model.num_layers} layers{note * quantised}"),
+        ("device", f"{device.name}: {device.origin}"),
+        ("memory", origin),
+        ("steps", "as long as the cost model says; nothing else takes time"),
+        ("objective", f"{options.objective} (for auto)"),
+    )
+    return dataclasses.replace(comparison, assumptions=head + comparison.assumptions)

@@ -1,0 +1,142 @@
+"""The same load under each layout alone, with the layout following the load, and at the ceiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.memory.map import capacity
+from splash_trt.models.config import ModelConfig
+from splash_trt.scheduler.policy import Policy
+from splash_trt.simulate.adversary import Adversary
+from splash_trt.simulate.engine import StepCost
+from splash_trt.simulate.outcome import AUTO, CEILING, Outcome
+from splash_trt.simulate.run import Progress, ceiling, longest_request, simulate
+from splash_trt.simulate.source import TraceSource
+from splash_trt.simulate.traces import Trace
+
+FIRST_LAYOUT = Layout.TP
+"""Where a deployment that follows the load starts, as `splash-trt serve` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Outcomes in the order asked for, the ceiling last, and what they rest on."""
+
+    outcomes: tuple[Outcome, ...]
+    capacity_tokens: dict[str, int]
+    """Distinct tokens that each layout's cache holds, alone in its deployment."""
+    assumptions: tuple[tuple[str, str], ...]
+    """(what, value), as they are printed."""
+
+    def speedups(self) -> dict[str, dict[str, float]]:
+        """By label: how many times as long as auto the others took, to the last token and, in the mean, a request."""
+        auto = next((o for o in self.outcomes if o.label == AUTO), None)
+        if auto is None:
+            return {}
+        mean = auto.latency_s.mean()
+        return {
+            o.label: {"makespan": o.makespan_s / auto.makespan_s, "latency": float(o.latency_s.mean() / mean)}
+            for o in self.outcomes
+            if o is not auto
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "assumptions": dict(self.assumptions),
+            "capacity_tokens": self.capacity_tokens,
+            "outcomes": [outcome.to_json() for outcome in self.outcomes],
+            "auto_faster_by": self.speedups(),
+        }
+
+
+def configs(base: EngineConfig, labels: Sequence[str]) -> dict[str, EngineConfig]:
+    """A deployment for each label: a layout alone, with a cache of its own size, or auto among the layouts that are
+    named too, all of them if none is."""
+    alone = [Layout.parse(label) for label in labels if label != AUTO] or list(Layout)
+    first = FIRST_LAYOUT if FIRST_LAYOUT in alone else alone[0]
+    out: dict[str, EngineConfig] = {}
+    for label in labels:
+        if label == AUTO:
+            out[label] = dataclasses.replace(base, layout=first, layouts=tuple(alone))
+        else:
+            out[label] = dataclasses.replace(base, layout=Layout.parse(label), layouts=())
+    return out
+
+
+def compare(
+    model: ModelConfig,
+    base: EngineConfig,
+    cost: StepCost,
+    load: Trace | Adversary,
+    labels: Sequence[str],
+    policy: Callable[[EngineConfig], Policy],
+    *,
+    progress: Callable[[str], Progress] | None = None,
+) -> Comparison:
+    """Run `load` once for each label, and at the ceiling if auto is among them. policy: makes auto's.
+
+    An adversary goes against auto first; the others then get what it sent. ValueError says what does not fit.
+    """
+    deployments = configs(base, labels)
+    limit = min(longest_request(model, config) for config in deployments.values())
+
+    def run(label: str, source: Any) -> Outcome:
+        told = None if progress is None else progress(label)
+        if label == CEILING:
+            return ceiling(model, deployments[AUTO], cost, source, progress=told)
+        config = deployments[label]
+        made = policy(config) if label == AUTO else None
+        return simulate(model, config, cost, source, label=label, policy=made, progress=told)
+
+    outcomes: dict[str, Outcome] = {}
+    if isinstance(load, Adversary):
+        if AUTO not in deployments:
+            raise ValueError("layouts: an adversary needs 'auto' to watch")
+        longest = int(load.prompt_tokens.max()) + load.max_output
+        if longest > limit:
+            raise ValueError(f"trace: adversary: {longest} tokens of one request are above the limit of {limit}")
+        outcomes[AUTO] = run(AUTO, load)
+        trace, shortened = load.trace, 0
+    else:
+        trace, shortened = load.clipped(limit)
+    for label in [*deployments, *([CEILING] if AUTO in deployments else [])]:
+        if label not in outcomes:
+            outcomes[label] = run(label, TraceSource(trace))
+    room = {
+        config.layout.name.lower(): capacity(model, config, config.layout).total_tokens
+        for label, config in deployments.items()
+        if label != AUTO
+    }
+    order = [*deployments, CEILING]
+    return Comparison(
+        outcomes=tuple(outcomes[label] for label in order if label in outcomes),
+        capacity_tokens=room,
+        assumptions=_assumptions(base, trace, limit, shortened),
+    )
+
+
+def _assumptions(base: EngineConfig, trace: Trace, limit: int, shortened: int) -> tuple[tuple[str, str], ...]:
+    """What of the load and the deployment the numbers rest on; the device's part is the caller's."""
+    formats = base.formats
+    stored = {name: getattr(formats, name) or base.dtype for name in ("weights", "attention", "cache")}
+    cut = f"{shortened} of {trace.num_requests} requests shortened to {limit} tokens, prompt and output together"
+    return (
+        ("load", f"{trace.name}: {trace.num_requests} requests, {trace.prompt_tokens.sum()} prompt and "
+                 f"{trace.output_tokens.sum()} output tokens"),
+        *(("load", note) for note in trace.notes),
+        ("load", cut if shortened else f"no request above the limit of {limit} tokens, prompt and output together"),
+        ("load", "the scheduler and the policy do not know output lengths; requests end by an end-of-text token"),
+        ("ranks", f"{base.num_ranks}, each with {base.memory_bytes / 1e9:.1f} GB for weights, workspaces and cache"),
+        ("formats", ", ".join(f"{name} {value}" for name, value in stored.items()) + f", arithmetic {base.dtype}"),
+        ("limits", f"{base.max_batch_tokens} tokens a step, {base.max_running} running requests, "
+                   f"pages of {base.page_tokens} tokens, {base.plans_in_flight} plans in flight"),
+        ("auto", f"starts in {FIRST_LAYOUT.name.lower()}; a switch begins with {base.migration_bytes} bytes a step and "
+                 f"may slow steps by {base.migration_max_slowdown:.0%}"),
+        ("prefixes", "no prefix cache: every prompt is computed whole"),
+        ("ceiling", "an upper bound nobody can reach: each step in its fastest layout, switching free, the roomiest "
+                    "layout's cache"),
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""The ranks' side of a step without ranks: how long a plan takes by the cost model, and which tokens come out of it.
+
+It knows what the scheduler must not: after how many tokens each request ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.migration.diff import Sizes
+from splash_trt.plan import Plan, RankStatus, StepResult
+from splash_trt.scheduler.batch import Batch
+from splash_trt.simulate.clock import SimulatedClock
+from splash_trt.simulate.source import Source
+from splash_trt.simulate.tally import Tally
+
+END_OF_TEXT = 0
+FILLER = 1
+
+
+class StepCost(Protocol):
+    """What of the cost model is used here."""
+
+    def step_s(self, batch: Batch) -> float:
+        """Seconds that a step takes."""
+
+
+Price = Callable[[Plan, int], tuple[float, Layout]]
+"""(plan, bytes moved by the rank that moves most) -> (seconds, the layout that it takes them in)."""
+
+
+def plain_price(cost: StepCost, num_ranks: int) -> Price:
+    """A plan costs what the model says of it."""
+
+    def price(plan: Plan, moved_bytes: int) -> tuple[float, Layout]:
+        return cost.step_s(Batch.of(plan, num_ranks, moved_bytes=moved_bytes)), plan.layout
+
+    return price
+
+
+def cheapest_price(
+    cost: StepCost,
+    config: EngineConfig,
+    capacity_tokens: dict[Layout, int],
+    held_tokens: Callable[[], int],
+) -> Price:
+    """A plan costs what the fastest of the layouts takes whose whole cache holds what is held now.
+
+    Owners (or homes) are those of the plan. Nothing is moved: whatever layout the step before had, each is there.
+    """
+
+    def absorbed(plan: Plan, layout: Layout) -> np.ndarray:
+        longest = config.dop_absorbed_tokens if layout is Layout.DOP else config.absorbed_tokens
+        return plan.count <= longest
+
+    def price(plan: Plan, moved_bytes: int) -> tuple[float, Layout]:
+        held = held_tokens()
+        batch = Batch.of(plan, config.num_ranks)
+        options = []
+        for layout, room in capacity_tokens.items():
+            if layout is not plan.layout and held > room:
+                continue
+            chunks = absorbed(plan, layout)
+            if np.array_equal(chunks, plan.absorbed):
+                here = dataclasses.replace(batch, layout=layout)
+            else:
+                here = Batch.of(dataclasses.replace(plan, layout=layout, absorbed=chunks), config.num_ranks)
+            options.append((cost.step_s(here), layout))
+        return min(options)
+
+    return price
+
+
+class SimulatedEngine:
+    """`execute` takes a plan as ranks do, and returns what, called, lets its time pass and gives its result.
+
+    A plan begins when it is sent, or when the one before has ended. Slots are known by the seeds of the plans' sampling
+    parameters: each request's is its number. ended(numbers, now): told of each request's last token.
+    """
+
+    def __init__(self, config: EngineConfig, sizes: Sizes, price: Price, clock: SimulatedClock, source: Source) -> None:
+        self.tally = Tally(source.prompt_tokens, source.output_tokens)
+        self.seconds_in = dict.fromkeys(Layout, 0.0)
+        """Of steps that computed something, by layout."""
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.admissions = 0
+        """Of requests to the cache; those that had to give it up come back and count again."""
+        self.layout = config.layout
+        """Of the step that ended last."""
+        self.changes: list[tuple[float, int]] = [(0.0, int(config.layout))]
+        """(time, layout) from which the plans' layout was another."""
+        self._num_ranks = config.num_ranks
+        self._sizes = sizes
+        self._price = price
+        self._clock = clock
+        self._source = source
+        self._number = np.zeros(config.max_running, np.int64)  # [slots]
+        self._final = np.zeros(config.max_running, np.int64)  # [slots] the position of the last token
+        self._end_s = 0.0  # of the last plan
+        self._epoch = 0
+        self._well = (RankStatus("", 0.0),) * config.num_ranks
+
+    def execute(self, plan: Plan) -> Callable[[], StepResult]:
+        if len(plan.sampling):
+            self._open(plan.sampling)
+        seconds, layout = self._price(plan, self._moved_bytes(plan))
+        begin = max(self._clock.now, self._end_s)
+        gap = begin - self._end_s
+        self._end_s = due = begin + seconds
+        if plan.num_tokens:
+            self.seconds_in[layout] += seconds
+        numbers, ends, final = self._sampled(plan)
+        statuses = self._statuses(plan, gap)
+        self.steps += 1
+
+        def result() -> StepResult:
+            self._clock.advance(due)
+            self.tally.step(due, numbers, ends)
+            self.output_tokens += len(numbers)
+            self.prompt_tokens += plan.num_tokens - len(numbers)
+            if plan.layout is not self.layout:
+                self.layout = plan.layout
+                self.changes.append((due - seconds, int(plan.layout)))
+            over = np.flatnonzero(final)
+            if len(over):
+                self._source.ended(numbers[over].tolist(), due)
+            none = np.zeros(len(numbers))
+            return StepResult(
+                step=plan.step,
+                token=np.where(final, END_OF_TEXT, FILLER),
+                logprob=none,
+                top_token=np.zeros((len(numbers), 0), np.int64),
+                top_logprob=none.reshape(-1, 1)[:, :0],
+                seconds=seconds,
+                statuses=statuses,
+            )
+
+        return result
+
+    def _open(self, sampling: np.ndarray) -> None:
+        """Slots that have new requests."""
+        slots, numbers = sampling["slot"], sampling["seed"]
+        self._number[slots] = numbers
+        self._final[slots] = self._source.prompt_tokens[numbers] + self._source.output_tokens[numbers] - 1
+        self.admissions += len(slots)
+
+    def _sampled(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(requests' numbers, positions of their new tokens, which are their last), [W] each."""
+        slot, end = plan.slot, plan.start + plan.count
+        if len(plan.want_index) != plan.num_tokens:  # else every row is one token, and every one is wanted
+            row = np.searchsorted(np.cumsum(plan.count), plan.want_index, side="right")
+            slot, end = slot[row], end[row]
+        return self._number[slot], end, end == self._final[slot]
+
+    def _statuses(self, plan: Plan, gap: float) -> tuple[RankStatus, ...]:
+        """As ranks report them: after every step that belongs to a switch."""
+        begins, self._epoch = plan.epoch != self._epoch, plan.epoch
+        if not (plan.attempt or begins):
+            return ()
+        return (RankStatus("", gap),) * self._num_ranks if gap else self._well
+
+    def _moved_bytes(self, plan: Plan) -> int:
+        """What the rank that sends and receives most does of both, together, before and after the rows run."""
+        if not (len(plan.moves) or len(plan.weights) or len(plan.late_moves)):
+            return 0
+        total = np.zeros(self._num_ranks, np.int64)
+        for moves in (plan.moves, plan.late_moves):
+            source, target, size = moves[:, 0], moves[:, 2], moves[:, 5] * np.int64(self._sizes.row_bytes)
+            between = source != target
+            for rank in (source, target):
+                np.add.at(total, rank[between], size[between])
+        size = (plan.weights[:, 4] - plan.weights[:, 3]) * self._sizes.itemsize
+        for column in (0, 1):
+            np.add.at(total, plan.weights[:, column], size)
+        return int(total.max())

@@ -1,0 +1,198 @@
+"""A run of the server's own scheduler, policy and orchestrator against simulated ranks, from the first arrival to the
+last token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.memory.map import capacity, model_sizes, request_tokens
+from splash_trt.models.config import ModelConfig
+from splash_trt.orchestrator import Orchestrator
+from splash_trt.request import Request, SamplingParams
+from splash_trt.scheduler.policy import Policy
+from splash_trt.scheduler.scheduler import Scheduler
+from splash_trt.simulate.clock import SimulatedClock
+from splash_trt.simulate.engine import (
+    END_OF_TEXT,
+    FILLER,
+    SimulatedEngine,
+    StepCost,
+    cheapest_price,
+    plain_price,
+)
+from splash_trt.simulate.outcome import CEILING, Outcome
+from splash_trt.simulate.source import Source
+from splash_trt.simulate.tally import Series
+
+IDLE_TURN_S = 1e-3  # what a turn of rank 0's loop takes in which nothing is sent and nothing is on its way
+PROGRESS_STEPS = 256
+
+Progress = Callable[[float, int], None]
+"""(simulated seconds, requests that have ended)."""
+
+
+def longest_request(model: ModelConfig, config: EngineConfig) -> int:
+    """Tokens, prompt and output together, that a request may have under `config`."""
+    return min(config.context_of(model.max_positions), request_tokens(model, config))
+
+
+def simulate(
+    model: ModelConfig,
+    config: EngineConfig,
+    cost: StepCost,
+    source: Source,
+    *,
+    label: str,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Serve all of `source`. Without a policy config.layout stays, with one the layout follows it."""
+    engine_price = plain_price(cost, config.num_ranks)
+    return _Run(model, config, source, policy=policy).serve(lambda _: engine_price, label, progress)
+
+
+def ceiling(
+    model: ModelConfig,
+    config: EngineConfig,
+    cost: StepCost,
+    source: Source,
+    *,
+    progress: Progress | None = None,
+) -> Outcome:
+    """What nobody can reach: the same scheduler, each step taking as long as under the layout that is fastest for it,
+    with every layout's weights and every request's cache always where that layout wants them.
+
+    Room: admission goes by the roomiest of the allowed layouts alone, all the time (among equals one whose requests
+    have owners), and a step may take the time of any layout whose total of distinct tokens is no less than what is
+    held, however it would lie on its ranks. Owners and homes are those that admission chose. It is an upper bound of
+    what following the load can bring with this scheduler, not of what another scheduler could do.
+    """
+    room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
+    order = (Layout.DOP, Layout.DP, Layout.CP, Layout.TP)
+    roomiest = max(room, key=lambda layout: (room[layout], -order.index(layout)))
+    alone = dataclasses.replace(config, layout=roomiest, layouts=())
+
+    def price(scheduler: Scheduler) -> Callable:
+        def held() -> int:
+            return int(scheduler.directory.live_pages().sum()) * config.page_tokens
+
+        return cheapest_price(cost, alone, room, held)
+
+    return _Run(model, alone, source, policy=None).serve(price, CEILING, progress)
+
+
+class _Run:
+    """One server and one load."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, source: Source, *, policy: Policy | None) -> None:
+        self._config = config
+        self._source = source
+        self._policy = policy
+        self._sizes = model_sizes(model, config)
+        self._scheduler = Scheduler(
+            config,
+            sizes=self._sizes,
+            request_tokens=request_tokens(model, config),
+            vocab_size=model.vocab_size,
+            max_context=config.context_of(model.max_positions),
+            eos_token_ids=model.eos_token_ids,
+        )
+        # What a client would ask for that does not know how long answers get: enough, the same for all.
+        self._max_tokens = 1 << (source.max_output - 1).bit_length()
+        self._prompts: dict[int, tuple[int, ...]] = {}
+
+    def serve(self, price_of: Callable, label: str, progress: Progress | None) -> Outcome:
+        """To the end."""
+        clock, source, scheduler = SimulatedClock(), self._source, self._scheduler
+        engine = SimulatedEngine(self._config, self._sizes, price_of(scheduler), clock, source)
+        orchestrator = Orchestrator(
+            scheduler,
+            engine.execute,
+            self._config.plans_in_flight,
+            policy=self._policy,
+            clock=clock,
+        )
+        series, turns = Series(), 0
+        arrived = engine.tally.arrived_s
+        while True:
+            for time_s, number in source.due(clock.now):
+                orchestrator.add(self._request(number))
+                arrived[number] = time_s
+            if orchestrator.idle:
+                upcoming = source.next_s()
+                if upcoming is None:
+                    break
+                clock.advance(upcoming)
+                continue
+            sent = engine.steps
+            turn = orchestrator.turn()
+            if not turn.step:
+                if engine.steps == sent:
+                    clock.advance(clock.now + IDLE_TURN_S)
+                continue
+            source.watch(engine.layout, clock.now)
+            turns += 1
+            if turns % series.every == 0:
+                self._look(series, clock.now, engine)
+            if progress is not None and turns % PROGRESS_STEPS == 0:
+                engine.tally.flush()
+                progress(clock.now, int((~np.isnan(engine.tally.last_s)).sum()))
+        engine.tally.flush()
+        scheduler.check_idle()
+        return self._outcome(label, engine, series)
+
+    def _request(self, number: int) -> Request:
+        """As a client sends it: with a limit, without a word of how long it will be."""
+        length = int(self._source.prompt_tokens[number])
+        prompt = self._prompts.get(length)
+        if prompt is None:
+            prompt = self._prompts[length] = (FILLER,) * length
+        sampling = SamplingParams(
+            max_tokens=self._max_tokens,
+            temperature=0.0,
+            seed=number,
+            stop_token_ids=(END_OF_TEXT,),
+            ignore_eos=True,
+        )
+        return Request(id=str(number), prompt=prompt, sampling=sampling)
+
+    def _look(self, series: Series, now: float, engine: SimulatedEngine) -> None:
+        scheduler = self._scheduler
+        directory = scheduler.directory
+        share = float(directory.live_pages().sum() / max(1, directory.limits().sum()))
+        running, waiting = scheduler.num_running, scheduler.num_waiting
+        series.add(now, int(engine.layout), engine.output_tokens, engine.prompt_tokens, running, waiting, share)
+
+    def _outcome(self, label: str, engine: SimulatedEngine, series: Series) -> Outcome:
+        tally = engine.tally
+        done = ~np.isnan(tally.arrived_s)
+        prompt, output = self._source.prompt_tokens[done], self._source.output_tokens[done]
+        arrived, first, last = tally.arrived_s[done], tally.first_s[done], tally.last_s[done]
+        assert not np.isnan(last).any(), f"{int(np.isnan(last).sum())} requests never ended"
+        busy = sum(engine.seconds_in.values())
+        records = tuple(self._scheduler.switcher.records)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            tpot = np.where(output > 1, (last - first) / (output - 1), np.nan)
+        return Outcome(
+            label=label,
+            makespan_s=float(last.max()),
+            prompt_tokens=int(prompt.sum()),
+            output_tokens=int(output.sum()),
+            ttft_s=first - arrived,
+            tpot_s=tpot,
+            latency_s=last - arrived,
+            gap_p50_s=tally.gap_s(50),
+            gap_p99_s=tally.gap_s(99),
+            gap_max_s=tally.longest_gap_s,
+            steps=engine.steps,
+            recomputed=engine.admissions - int(done.sum()),
+            layout_share={n.name.lower(): s / busy for n, s in engine.seconds_in.items() if s},
+            num_switches=records[-1].number if records else 0,
+            switches=records,
+            layout_changes=tuple(engine.changes),
+            series=series,
+        )
