@@ -46,7 +46,12 @@ class Generation:
         """Yields the indices of the answers that grew, until all are complete. ApiError if the engine fails."""
         while self._open:
             grown: dict[int, None] = {}
-            for index, delta in await self._mailbox.take():
+            try:
+                taken = await self._mailbox.take()
+            except ApiError:
+                self.close("error")
+                raise
+            for index, delta in taken:
                 if index in self._open:
                     self._add(index, delta)
                     grown[index] = None
@@ -56,11 +61,11 @@ class Generation:
         """Tokens so far; a prompt counts once, whatever n is."""
         return Usage.of(self._num_prompt, sum(answer.num_tokens for answer in self.answers))
 
-    def close(self) -> None:
-        """Cancels what is not complete: the client went away, or something failed."""
+    def close(self, reason: str = "cancelled") -> None:
+        """Cancels what is not complete: the client went away, or something failed. reason: for the metrics."""
         for index in self._open:
             self._engine.cancel(self._requests[index].id)
-            self._meters[index].end("cancelled")
+            self._meters[index].end(reason)
         self._open.clear()
 
     def _add(self, index: int, delta: TokenDelta) -> None:

@@ -82,7 +82,7 @@ class Metrics:
         self._registry.register(StatusCollector(status, ready))
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """In Prometheus's text format. May be called in a thread of its own."""
         return generate_latest(self._registry) + generate_latest(self._compat)
 
     def switches(self) -> list[dict[str, object]]:

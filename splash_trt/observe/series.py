@@ -1,4 +1,5 @@
-"""Two measures that are taken at every token, and so must cost next to nothing. Neither may be shared by threads."""
+"""Two measures that are taken at every token, and so must cost next to nothing: one thread takes them, without a lock;
+another may collect them, and then sees a moment of which a part may be a measure ahead."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Rate(Collector):
         first = max(now - self.WINDOW_S, int(self._since))
         if now == first:
             return 0.0
-        return sum(count for second, count in self._counts if first <= second < now) / (now - first)
+        counts = list(self._counts)  # at once, whoever adds meanwhile
+        return sum(count for second, count in counts if first <= second < now) / (now - first)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         yield GaugeMetricFamily(self._name, self._help, value=self.value())

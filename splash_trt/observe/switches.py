@@ -9,10 +9,11 @@ from splash_trt.link import SwitchReport
 MAX_KEPT = 1000
 """Records of the latest switches that are kept."""
 
-_STATE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_BYTES = (0, *(1 << shift for shift in range(10, 39, 2)))  # to 256 GiB
-_RATIO = (0.9, 0.95, 1, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 3, 6)
-_STALL_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+# Few: each comes once for each of up to 12 ways to switch, and again for each state or kind.
+_STATE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+_BYTES = (0, *(1 << shift for shift in range(12, 37, 4)))  # 4 KiB to 64 GiB
+_RATIO = (0.95, 1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5)
+_STALL_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 
 
 class SwitchMetrics:
