@@ -79,12 +79,15 @@ class EngineConfig:
     """The same for DOP, where an expanded chunk has to fetch its whole context from the owner."""
     context_block_tokens: int = 1024
     """Context rows that expanded attention up-projects at a time; sizes a workspace."""
+    max_wait_s: float = 60.0
+    """A request that waited longer goes before all that arrived after it, whatever their priorities."""
     plans_in_flight: int = 2
     """Plans sent before the first one's result is needed: 1 or 2."""
     layouts: tuple[Layout, ...] = ()
     """Layouts that the deployment may switch to besides `layout`. Its limits are those of the tightest."""
     migration_bytes: int = 1 << 20
-    """What a rank may at first send or receive for a switch in one step; adapted to step times from then on."""
+    """What a rank may at first send or receive for a switch in a step of 10 ms or less, and in proportion more in a
+    longer one; adapted to what it costs the steps from then on."""
     migration_max_slowdown: float = 0.05
     """By how much steps may be slower while a switch moves things; 0.05 is 5 %."""
     switch_deadline_s: float = 60.0
@@ -122,7 +125,7 @@ class EngineConfig:
             if not 0 < getattr(self, field) <= MAX_DEADLINE_S:
                 allowed = f"a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}"
                 raise ValueError(f"{field}: {getattr(self, field)} is not {allowed}")
-        for field in ("switch_hold_s", "migration_max_slowdown"):
+        for field in ("switch_hold_s", "migration_max_slowdown", "max_wait_s"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is negative")
         if self.max_batch_tokens < self.max_running:

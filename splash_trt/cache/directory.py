@@ -187,42 +187,52 @@ class Directory:
     def grow(self, request_id: str, count: int) -> Added:
         """Add `count` pages to a request; every rank must have room (see needed)."""
         entry = self._entries[request_id]
-        first = entry.num_pages
-        return self._grow(np.full(count, entry.index), np.arange(first, first + count), np.zeros(count, np.int64))
+        index, page = np.full(count, entry.index), entry.num_pages + np.arange(count)
+        return self._grow(index, page, *self._holders_of(index, page), np.zeros(count, np.int64))
 
-    def with_room(self, index: np.ndarray) -> int:
-        """How many of the requests `index` [n] can grow by one page each, counted from the first on."""
-        held, wanted = self._next_holders(index, self._tables.num_pages[index])
+    def present(self, rank: int, index: np.ndarray) -> np.ndarray:
+        """[n] bool: which of the requests `index` [n] have a page on `rank`, by their placements."""
+        t = self._tables
+        distance = (rank - t.home[index]) % self.num_ranks  # STRIPED: of the first page that the rank holds
+        distance[t.kind[index] == PlacementKind.REPLICATED] = 0
+        held = t.num_pages[index] > distance
+        held[(t.kind[index] == PlacementKind.OWNED) & (distance > 0)] = False
+        return held
+
+    def grow_each(self, index: np.ndarray) -> tuple[int, Added]:
+        """Add one page to each of the requests `index` [n], from the first on until a rank has none left; how many."""
+        page = self._tables.num_pages[index]
+        held, wanted = self._holders_of(index, page)
         need = held if wanted is None else held | wanted
-        free = self.free_pages()
-        if (need.sum(axis=0) <= free).all():
-            return len(index)
-        return int(np.argmin((np.cumsum(need, axis=0) <= free).all(axis=1)))
+        count, free = len(index), self.free_pages()
+        if (np.count_nonzero(need, axis=0) > free).any():
+            count = int(np.argmin((np.cumsum(need, axis=0) <= free).all(axis=1)))
+            index, page, held = index[:count], page[:count], held[:count]
+            wanted = None if wanted is None else wanted[:count]
+        return count, self._grow(index, page, held, wanted, np.arange(count))
 
-    def grow_each(self, index: np.ndarray) -> Added:
-        """Add one page to each of the requests `index` [n]; every rank must have room (see with_room)."""
-        return self._grow(index, self._tables.num_pages[index], np.arange(len(index)))
-
-    def _grow(self, index: np.ndarray, page: np.ndarray, which: np.ndarray) -> Added:
-        """Pages numbered `page` [n] of requests `index` [n]; `which` [n] names these in what is returned."""
-        held, wanted = self._next_holders(index, page)
-        pages, targets = self._allocate(held), None
-        if wanted is not None:
-            targets = self._allocate(wanted & ~held)
-            stays = wanted & held
-            targets[stays] = pages[stays]
-        if len(index):
-            self._tables.append(index, page, pages, targets)
-        none = np.zeros((0, 4), np.int32)
-        return Added(_changes(pages, which, page), none if targets is None else _changes(targets, which, page))
-
-    def _next_holders(self, index: np.ndarray, page: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def _holders_of(self, index: np.ndarray, page: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """[n, N] bool: which ranks hold pages `page` [n] of requests `index` [n], by placement and by target."""
         t = self._tables
         held = _holders(t.kind[index], t.home[index], page, self.num_ranks)
         if not self._num_targets:
             return held, None
         return held, _holders(t.target_kind[index], t.target_home[index], page, self.num_ranks)
+
+    def _grow(
+        self, index: np.ndarray, page: np.ndarray, held: np.ndarray, wanted: np.ndarray | None, which: np.ndarray
+    ) -> Added:
+        """Pages `page` [n] of requests `index` [n] for their holders; `which` [n] names these in what is returned."""
+        none = np.zeros((0, 4), np.int32)
+        if not len(index):
+            return Added(none, none)
+        pages, targets = self._allocate(held), None
+        if wanted is not None:
+            targets = self._allocate(wanted & ~held)
+            stays = wanted & held
+            targets[stays] = pages[stays]
+        self._tables.append(index, page, pages, targets)
+        return Added(_changes(pages, which, page), none if targets is None else _changes(targets, which, page))
 
     def retarget(self, request_id: str, target: Placement) -> np.ndarray:
         """Give a request a second placement; pages it lacks there are allocated, so every rank must have room.

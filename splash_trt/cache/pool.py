@@ -70,5 +70,5 @@ class PagePool:
         assert (below != GONE).all(), f"{np.count_nonzero(below == GONE)} pages are neither free nor held"
         assert (above != FREE).all(), f"{np.count_nonzero(above == FREE)} pages at or above the limit are free"
         assert not (self._states[: self._lowest] == FREE).any(), "a page is free below the lowest free one"
-        counts = (np.count_nonzero(self._states == FREE), np.count_nonzero(self._states == HELD))
-        assert counts == (self.num_free, self.num_held), (counts, self.num_free, self.num_held)
+        counts = np.bincount(self._states, minlength=3)
+        assert counts[FREE] == self.num_free and counts[HELD] == self.num_held, (counts, self.num_free, self.num_held)

@@ -9,8 +9,13 @@ import numpy as np
 from splash_trt.cache.directory import Directory
 from splash_trt.cache.placement import Placement
 from splash_trt.layout.spec import PlacementKind
+from splash_trt.scheduler.slots import Slots
 
 RESERVE_SHARE = 8  # one page kept free for this many running requests, so that they do not evict what just came in
+
+ExpectedOutput = Callable[[np.ndarray], np.ndarray] | float | None
+"""Tokens of output still to come of requests that have generated [R] so far; a number: the length of every output;
+None: half of what their limits leave. Limits are kept to in any case."""
 
 
 def reserve(running_at: np.ndarray) -> int:
@@ -18,37 +23,62 @@ def reserve(running_at: np.ndarray) -> int:
     return -(-int(running_at.sum()) // RESERVE_SHARE)
 
 
+def output_left(expected: ExpectedOutput, generated: np.ndarray, limit_left: np.ndarray) -> np.ndarray:
+    """[R] float64: tokens still to come of requests that have `generated` [R] and may get limit_left [R] more."""
+    if expected is None:
+        return limit_left / 2
+    left = expected(generated) if callable(expected) else expected - generated
+    return np.clip(left, 0, limit_left)
+
+
+class RankLoads:
+    """What each rank has to do for the requests at home there: counted once, then kept up with admissions, so that a
+    burst in one step spreads. Arrays [N]."""
+
+    def __init__(self, slots: Slots, running_at: np.ndarray, expected: ExpectedOutput) -> None:
+        live = np.flatnonzero(slots.live)
+        total = slots.total[live]
+        left = output_left(expected, np.maximum(total - slots.prompt[live], 0), slots.limit[live] - total)
+        self.tokens = np.bincount(slots.home[live], total + left, len(running_at))
+        """Held or still to come, those of prompts that are not computed yet included."""
+        self.requests = running_at.astype(np.float64)
+        self._expected = expected
+
+    def lightest_first(self) -> list[int]:
+        """Ranks by their share of all tokens plus their share of all requests; ties go to the lower rank.
+
+        Both count: a decode step reads every token's cache row, and pays for each request besides.
+        """
+        load = self.tokens / max(self.tokens.sum(), 1) + self.requests / max(self.requests.sum(), 1)
+        return np.argsort(load, kind="stable").tolist()
+
+    def add(self, home: int, num_tokens: int, generated: int, limit: int) -> None:
+        """A request was admitted: tokens known, of these output, most tokens."""
+        left = output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))
+        self.tokens[home] += num_tokens + float(left[0])
+        self.requests[home] += 1
+
+
 def place(
     directory: Directory,
     kind: PlacementKind,
     num_pages: int,
     final_pages: int,
-    running_at: np.ndarray,
+    loads: RankLoads,
     target_for: Callable[[Placement], Placement | None],
 ) -> tuple[Placement, Placement | None] | None:
     """The placement for a request of num_pages now and final_pages at its longest, and its second one while a switch
     is under way (target_for); None while there is no room.
 
-    running_at [N]: running requests by home. OWNED takes the rank with the largest share of its pages free (the most
-    free pages would send every request to the rank that has some more of them), STRIPED the home with the fewest
-    requests; ties go to the lower rank.
+    Among the ranks with room the owner (OWNED) or home (STRIPED) is the one with the lightest load.
     """
     num_ranks, limits = directory.num_ranks, directory.limits()
-    room = directory.free_pages() - reserve(running_at)
-
-    def fits(placement: Placement, target: Placement | None) -> bool:
-        now = directory.needed_by(placement, target, 0, num_pages)
-        final = placement.pages_per_rank(final_pages, num_ranks)
-        return bool((now <= np.where(now > 0, room, now)).all() and (final <= limits).all())
-
-    homes = [0]
-    if kind is PlacementKind.OWNED:
-        homes = np.argsort(-room / np.maximum(limits, 1), kind="stable").tolist()
-    elif kind is PlacementKind.STRIPED:
-        homes = np.argsort(running_at, kind="stable").tolist()
-    for home in homes:
+    room = directory.free_pages() - reserve(loads.requests)
+    for home in [0] if kind is PlacementKind.REPLICATED else loads.lightest_first():
         placement = Placement(kind, home)
         target = target_for(placement)
-        if fits(placement, target):
+        now = directory.needed_by(placement, target, 0, num_pages)
+        final = placement.pages_per_rank(final_pages, num_ranks)
+        if (now <= np.where(now > 0, room, now)).all() and (final <= limits).all():
             return placement, target
     return None

@@ -53,6 +53,13 @@ class Ledger:
         """The pages of a live slot's request."""
         return self.directory[self.slots.sequence(slot).id]
 
+    def most_junior_at(self, rank: int) -> int:
+        """The slot, of those whose requests have a page on `rank`, that is to give its cache up first."""
+        live = self.live()
+        there = live[self.directory.present(rank, self.slots.entry[live])]
+        assert len(there), f"rank {rank} is full, yet no request has a page there"
+        return int(self.slots.senior_first(there)[-1])
+
     def shortfall(self, slot: int) -> np.ndarray:
         """[N] int64: pages that ranks lack for one more page of this slot's request."""
         need = self.directory.needed(self.slots.sequence(slot).id, 1)
@@ -60,11 +67,9 @@ class Ledger:
 
     def grow(self, slots: np.ndarray) -> int:
         """One more page for each of these slots [n] from the first on, until some rank has none left; how many."""
-        count = self.directory.with_room(self.slots.entry[slots])
-        if count:
-            slots = slots[:count]
-            self._told(self.directory.grow_each(self.slots.entry[slots]), slots)
-            self.slots.pages[slots] += 1
+        count, added = self.directory.grow_each(self.slots.entry[slots])
+        self._told(added, slots)
+        self.slots.pages[slots[:count]] += 1
         return count
 
     def _told(self, added: Added, slots: np.ndarray) -> None:

@@ -1,39 +1,45 @@
-"""Decides what the next step computes. Runs on rank 0 only; nothing here waits, and nothing depends on time or chance.
+"""Decides what the next step computes. Runs on rank 0 only; nothing here waits, and nothing depends on chance.
 
-A step holds the decodes of all running requests, then prefill chunks of those already admitted, then of new ones, up
-to max_batch_tokens. When a rank's pages run out, the most junior request there gives its cache up and is recomputed
+A step holds the decodes of all running requests, then chunks of the prompts that hold cache already, then of new ones,
+up to max_batch_tokens. When a rank's pages run out, the most junior request there gives its cache up and is recomputed
 later. Results come back up to plans_in_flight - 1 steps late; until then a running request is taken to go on.
+
+Senior is who has the higher priority, then who arrived first. A request that waits for cache max_wait_s after its
+arrival, or comes to wait later than that, is overdue from then on: overdue requests are senior to all others, among
+themselves by arrival alone. So from the moment it is overdue a request waits, besides for switches that hold
+admissions, only for those that hold cache at that moment and for overdue ones that arrived earlier. Whoever arrived
+later neither gets cache before it nor takes cache from it. With n such requests, itself among them, it is done after at
+most 10 + 2 (plans_in_flight + 1) sum over them of (ceil(limit / r) + max_tokens + 1) steps, where limit is prompt and
+output together and r = max_batch_tokens - max_running + 1 the room that decodes always leave to prompts: the most
+senior of them never gives way, and freed pages are seen within twice the plans in flight.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
 from splash_trt.cache.directory import Directory
-from splash_trt.cache.placement import num_pages
+from splash_trt.cache.placement import Placement, num_pages
 from splash_trt.config import EngineConfig, Layout
-from splash_trt.layout.spec import SPECS
-from splash_trt.layout.switch import Abort, Goal
+from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
+from splash_trt.layout.switch import Goal
 from splash_trt.migration.diff import Sizes
-from splash_trt.plan import SAMPLE, Plan, StepResult
-from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
-from splash_trt.scheduler.admission import place
+from splash_trt.plan import Plan, StepResult
+from splash_trt.request import FinishReason, Request, TokenDelta
+from splash_trt.scheduler.admission import ExpectedOutput, RankLoads, place
+from splash_trt.scheduler.forecast import Outlook
+from splash_trt.scheduler.growth import Growth
 from splash_trt.scheduler.ledger import Ledger
-from splash_trt.scheduler.policy import Load
+from splash_trt.scheduler.load import Load
+from splash_trt.scheduler.prefill import in_turn, spread
+from splash_trt.scheduler.results import take_in
 from splash_trt.scheduler.rows import RowBuilder
 from splash_trt.scheduler.sequence import Sequence, WaitingQueue
 from splash_trt.scheduler.switcher import Switcher
-
-
-class _Clock(TypedDict):
-    """Where rank 0 is: the last plan made, and the time of the last schedule()."""
-
-    sent: int
-    now: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Scheduler:
         vocab_size: int,
         max_context: int,
         eos_token_ids: tuple[int, ...],
+        expected_output: ExpectedOutput = None,
     ) -> None:
         self._config = config
         self._request_tokens = request_tokens
@@ -67,7 +74,11 @@ class Scheduler:
         self._ledger = Ledger(limits, config.max_running, config.page_tokens)
         self._slots = self._ledger.slots
         self.switcher = Switcher(config, self._ledger, sizes)
-        self._queue = WaitingQueue()
+        self.outlook = Outlook()
+        self._growth = Growth(self._ledger, self.switcher, config.page_tokens, self._preempt)
+        self._queue = WaitingQueue(config.max_wait_s)
+        self._deadlines: list[tuple[float, int, str]] = []  # (when, arrival, id): a heap
+        self._expected_output = expected_output
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[InFlight] = deque()
         self._arrivals = 0
@@ -117,10 +128,14 @@ class Scheduler:
             )
         wish = min(len(request.prompt) + request.sampling.max_tokens, self._max_context)
         limit = min(wish, self._request_tokens)
-        expires = None if request.deadline_s is None else now + request.deadline_s
-        sequence = Sequence(request, self._arrivals, limit, capped=limit < wish, expires=expires, arrived=now)
+        p = request.sampling
+        stops = (frozenset() if p.ignore_eos else self._eos).union(p.stop_token_ids)
+        sequence = Sequence(request, self._arrivals, limit, capped=limit < wish, stops=stops, arrived=now)
         self._arrivals += 1
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (now + request.deadline_s, sequence.arrival, request.id))
         self._sequences[request.id] = sequence
+        self.outlook.arrivals.add(now)
         self._queue.push(sequence)
 
     def cancel(self, request_id: str, reason: str | None = None) -> TokenDelta | None:
@@ -133,9 +148,15 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenDelta]:
         """Cancel every request whose deadline has passed."""
-        late = [s.id for s in self._sequences.values() if s.expires is not None and s.expires <= now]
-        deltas = [self.cancel(request_id, "deadline_s has passed") for request_id in late]
-        return [delta for delta in deltas if delta is not None]
+        deltas = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
+                self._end(sequence, FinishReason.CANCELLED)
+                error = "deadline_s has passed"
+                deltas.append(TokenDelta(request_id, (), finish=FinishReason.CANCELLED, error=error))
+        return deltas
 
     def switch(self, layout: Layout, why: str, *, owners: dict[str, int] | None = None) -> None:
         """Go to `layout` as soon as can be; owners: ranks by request id, for single requests (see Switcher.request)."""
@@ -146,22 +167,34 @@ class Scheduler:
         """Stay where we are; False if there is nothing to abort (any more)."""
         return self.switcher.stop(why, sent=self._step, now=self._now)
 
-    def load(self, now: float, capacity_tokens: dict[Layout, int]) -> Load:
+    def load(self, now: float) -> Load:
         """What a policy looks at."""
         s, live = self._slots, self._ledger.live()
-        prefills = (s.admitted - s.computed)[live].clip(min=0).tolist()
-        prefills += [len(sequence.tokens) for sequence in self._queue]
+        total, prompt = s.total[live], s.prompt[live]
+        generated = np.maximum(total - prompt, 0)
+        limit_left = s.limit[live] - total
         return Load(
             now=now,
             layout=self.layout,
             num_ranks=self._config.num_ranks,
-            running=self.num_running,
-            waiting=self.num_waiting,
-            held_tokens=int(s.pages[live].sum()) * self._config.page_tokens,
-            longest_prefill=max(prefills, default=0),
-            chunk_tokens=self._config.max_batch_tokens,
-            capacity_tokens=capacity_tokens,
+            held=s.computed[live],
+            prefill=np.maximum(s.admitted[live] - s.computed[live], 0),
+            generated=generated,
+            left=np.minimum(self.outlook.lengths.left(generated), limit_left),
+            limit_left=limit_left,
+            home=s.home[live].astype(np.int64),
+            slots=live,
+            waiting=len(self._queue),
+            waiting_tokens=self._queue.num_tokens,
+            waiting_left=self.outlook.lengths.mean(),
+            arrivals_s=self.outlook.arrivals.per_s(now),
+            held_pages=self.directory.live_pages(),
+            budget_bytes=self._config.migration_bytes,
         )
+
+    def owners(self, homes: dict[int, int]) -> dict[str, int]:
+        """Ranks by request id, of ranks by slot."""
+        return {self._slots.sequence(slot).id: rank for slot, rank in homes.items() if self._slots.live[slot]}
 
     # One step
 
@@ -170,10 +203,9 @@ class Scheduler:
         self._now = now
         self._reclaim()
         self.switcher.advance(step=self._step + 1, sent=self._step, completed=self._done, now=now)
-        rows = RowBuilder(self._config, self.layout, self._slots, self._decodes())
-        self._prefills(rows)
-        if not self.switcher.holds_admissions:
-            self._admissions(rows)
+        decodes = self._growth.decodes(sent=self._step, now=now)
+        rows = RowBuilder(self._config, self.layout, self._slots, decodes)
+        self._prompts(rows)
         changes = self._ledger.take_changes()
         plan = rows.plan(self._step + 1, changes, self.switcher)
         if plan.is_empty:
@@ -181,27 +213,15 @@ class Scheduler:
             self._reclaim()  # with nothing in flight, no result will come to give back what was preempted just now
             return None
         self._step += 1
-        sequences = [self._slots.sequence(slot) for slot in plan.slot.tolist()]
-        for sequence in sequences:
-            sequence.rows_in_flight += 1
-        self._in_flight.append(InFlight(plan, sequences))
+        self._slots.last_row[plan.slot] = self._step
+        self._in_flight.append(InFlight(plan, self._slots.sequences[plan.slot].tolist()))
         return plan
 
     def complete(self, result: StepResult) -> list[TokenDelta]:
         """Take in the oldest plan's result; returns what it adds to each request."""
         sent = self._in_flight.popleft()
         assert sent.plan.step == result.step, (sent.plan.step, result.step)
-        for sequence in sent.sequences:
-            sequence.rows_in_flight -= 1
-        row = sent.plan.row_of_token[sent.plan.want_index].tolist()
-        deltas = []
-        begin = 0
-        for end in range(1, len(row) + 1):
-            if end == len(row) or row[end] != row[begin]:
-                sequence = sent.sequences[row[begin]]
-                if sequence.finish is None and result.step > sequence.void_through:
-                    deltas.append(self._take(sequence, sent.plan, result, begin, end))
-                begin = end
+        deltas = take_in(sent.plan, sent.sequences, result, self._ended)
         self._completed = result.step
         if self.switcher.completed(sent.plan, result, sent=self._step, now=self._now):
             self._recompute([s for s, armed in zip(sent.sequences, sent.plan.armed, strict=True) if armed])
@@ -214,57 +234,6 @@ class Scheduler:
         self._ledger.check_idle()
 
     # The parts of a step
-
-    def _decodes(self) -> np.ndarray:
-        """Slots that get one token in this step, each with a page for it."""
-        s = self._slots
-        ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
-        full = np.flatnonzero(ready & (s.computed >= s.pages * self._config.page_tokens))
-        if len(full):
-            full = s.senior_first(full)
-            full = full[self._ledger.grow(full) :]
-        promised: np.ndarray | None = None
-        while len(full):  # the first of them finds a rank without a free page
-            promised = self.directory.leaving_pages() if promised is None else promised
-            self._make_room(int(full[0]), promised)
-            first, full = full[:1], full[1:]
-            ready[first] = s.live[first] & bool(self._ledger.grow(first[s.live[first]]))  # an abort may leave room
-            full = full[s.live[full]]
-            if len(full):
-                full = full[self._ledger.grow(full) :]
-        return np.flatnonzero(ready & s.live)
-
-    def _make_room(self, slot: int, promised: np.ndarray) -> None:
-        """Preempt until the pages that are about to come free are enough for one more page of `slot`.
-
-        promised [N]: pages leaving and not yet spoken for; changed here. Victims are the most junior first; the last
-        one can be the request itself.
-        """
-        sequence = self._slots.sequence(slot)
-        lacking = self._ledger.shortfall(slot)
-        while (lacking > promised).any():
-            rank = int(np.flatnonzero(lacking > promised)[0])
-            before = self.directory.leaving_pages()
-            if self.switcher.yields_room(rank):
-                why = f"no room: rank {rank} has no page for a running request"
-                self.switcher.abort(Abort.NO_ROOM, why, **self._clock)
-                lacking = self._ledger.shortfall(slot)
-            else:
-                victim = self._most_junior_at(rank)
-                self._preempt(victim)
-                if victim is sequence:
-                    return
-            promised += self.directory.leaving_pages() - before
-        promised -= lacking
-
-    def _most_junior_at(self, rank: int) -> Sequence:
-        """Of the requests with a page on `rank`, the one to give its cache up first."""
-        slots = self._slots.senior_first(np.flatnonzero(self._slots.live))
-        for slot in slots[::-1].tolist():
-            sequence = self._slots.sequence(slot)
-            if (self.directory[sequence.id].table[:, rank] >= 0).any():
-                return sequence
-        raise AssertionError(f"rank {rank} is full, yet no request has a page there")
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -279,34 +248,64 @@ class Scheduler:
                 if sequence.slot >= 0:
                     self._preempt(sequence)
 
-    def _prefills(self, rows: RowBuilder) -> None:
-        """Next chunks of admitted requests, senior ones first."""
+    def _prompts(self, rows: RowBuilder) -> None:
+        """Chunks of prompts: of those that hold cache, senior ones first, and of waiting ones that get some now."""
         s = self._slots
-        for slot in s.senior_first(np.flatnonzero(s.live & (s.computed < s.admitted))).tolist():
-            room = self._config.max_batch_tokens - rows.num_tokens
-            if room == 0:
-                return
-            rows.prefill(slot, min(room, int(s.admitted[slot] - s.computed[slot])))
+        slots = s.senior_first(np.flatnonzero(s.live & (s.computed < s.admitted)))
+        room = self._config.max_batch_tokens - rows.num_tokens
+        need = (s.admitted - s.computed)[slots].tolist()
+        slots = slots.tolist()
+        owned = SPECS[self.layout].placement is PlacementKind.OWNED
+        alone = owned and SPECS[self.layout].tokens is Tokens.SPREAD  # each prompt is computed on one rank
+        if self._slots.any_free and len(self._queue) and not self.switcher.holds_admissions:
+            self._admit(slots, need, room, alone)
+        owners = s.home[slots].tolist() if alone else []
+        for slot, count in zip(slots, spread(need, owners, room) if alone else in_turn(need, room), strict=True):
+            if count:
+                rows.prefill(slot, count)
 
-    def _admissions(self, rows: RowBuilder) -> None:
-        """Give cache to waiting requests in their order; the first that does not fit holds up the rest."""
-        while rows.num_tokens < self._config.max_batch_tokens and self._slots.any_free:
-            sequence = self._queue.peek()
-            if sequence is None or sequence.rows_in_flight:  # preempted, and a token of it is still on its way
+    def _admit(self, slots: list[int], need: list[int], room: int, alone: bool) -> None:
+        """Give cache to waiting requests in their order as long as the step has room for them; the first that finds
+        none in the cache holds up the rest.
+
+        slots, need: prompts of this step so far and their tokens; added to here. alone: an owner with less than an
+        even share of prompts takes one more although together there are enough for the step.
+        """
+        num_ranks, total = self._config.num_ranks, sum(need)
+        at = np.bincount(self._slots.home[slots], need, num_ranks) if alone else np.zeros(num_ranks)
+        loads = None
+        while self._slots.any_free and (total < room or alone and (at < room // num_ranks).any()):
+            sequence = self._queue.peek(self._now)
+            if sequence is None or sequence.last_row > self._done:  # preempted, and a token of it is still on its way
                 return
-            count = num_pages(len(sequence.tokens), self._config.page_tokens)
-            final = num_pages(sequence.limit, self._config.page_tokens)
-            kind, switcher = SPECS[self.layout].placement, self.switcher
-            found = place(self.directory, kind, count, final, self._ledger.running_at, switcher.target_for)
+            loads = loads or RankLoads(self._slots, self._ledger.running_at, self._expected_output)
+            num_tokens = len(sequence.tokens)
+            found = place(
+                self.directory,
+                SPECS[self.layout].placement,
+                num_pages(num_tokens, self._config.page_tokens),
+                num_pages(sequence.limit, self._config.page_tokens),
+                loads,
+                self.switcher.target_for,
+            )
             if found is None:
                 return
-            self._queue.remove(sequence)
-            if sequence.queued_s is None:
-                sequence.queued_s = self._now - sequence.arrived
-            self._ledger.open(sequence, *found, count)
-            switcher.opened(sequence.slot)
-            room = self._config.max_batch_tokens - rows.num_tokens
-            rows.prefill(sequence.slot, min(room, len(sequence.tokens)))
+            home = found[0].home
+            if total >= room and at[home] >= room // num_ranks:
+                return
+            self._open(sequence, *found)
+            loads.add(home, num_tokens, num_tokens - len(sequence.request.prompt), sequence.limit)
+            slots.append(sequence.slot)
+            need.append(num_tokens)
+            total += num_tokens
+            at[home] += num_tokens
+
+    def _open(self, sequence: Sequence, placement: Placement, target: Placement | None) -> None:
+        self._queue.remove(sequence)
+        if sequence.queued_s is None:
+            sequence.queued_s = self._now - sequence.arrived
+        self._ledger.open(sequence, placement, target, num_pages(len(sequence.tokens), self._config.page_tokens))
+        self.switcher.opened(sequence.slot)
 
     def compact(self, rank: int, limit: int, budget_pages: int) -> int:
         """Let the next plan move up to budget_pages of a rank's pages below `limit`; returns how many."""
@@ -314,43 +313,17 @@ class Scheduler:
 
     # Ends
 
-    def _take(self, sequence: Sequence, plan: Plan, result: StepResult, begin: int, end: int) -> TokenDelta:
-        """What wanted positions [begin, end), all of one row, add to their request."""
-        p = sequence.request.sampling
-        scores: list[TokenLogprob] = []
-        tokens: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprob, ...] = ()
-        for i in range(begin, end):
-            token = int(result.token[i])
-            if plan.want_target[i] != SAMPLE:
-                scores.append(_logprob(result, i, p.prompt_logprobs or 0))
-                sequence.reported += 1
-                continue
-            if i in result.errors:
-                self._end(sequence, FinishReason.ERROR)
-                return TokenDelta(sequence.id, (), (), tuple(scores), FinishReason.ERROR, result.errors[i])
-            sequence.tokens.append(token)
-            tokens = (token,)
-            if p.logprobs is not None:
-                logprobs = (_logprob(result, i, p.logprobs),)
-        finish = self._finish(sequence) if tokens else None
-        error = None
-        if finish is not None:
-            self._end(sequence, finish)
-            if finish is FinishReason.LENGTH and sequence.capped:
-                error = f"the cache holds at most {self._request_tokens} tokens of one request"
-        first = len(sequence.tokens) == len(sequence.request.prompt) + 1
-        queued_s = sequence.queued_s if tokens and first else None
-        return TokenDelta(sequence.id, tokens, logprobs, tuple(scores), finish, error, queued_s)
-
-    def _finish(self, sequence: Sequence) -> FinishReason | None:
-        p, last = sequence.request.sampling, sequence.tokens[-1]
-        if last in p.stop_token_ids or (last in self._eos and not p.ignore_eos):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+    def _ended(self, sequence: Sequence, reason: FinishReason) -> str | None:
+        """A request ended by itself; returns the error to tell."""
+        if reason is not FinishReason.ERROR:
+            self.outlook.lengths.ended(len(sequence.tokens) - len(sequence.request.prompt))
+        self._end(sequence, reason)
+        if reason is FinishReason.LENGTH and sequence.capped:
+            return f"the cache holds at most {self._request_tokens} tokens of one request"
+        return None
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish = reason
+        sequence.end(reason)
         del self._sequences[sequence.id]
         if sequence.slot >= 0:
             self._free_cache(sequence)
@@ -366,16 +339,6 @@ class Scheduler:
         """The last plan that has completed, which is the last one made when none is on its way."""
         return self._completed if self._in_flight else self._step
 
-    @property
-    def _clock(self) -> _Clock:
-        return {"sent": self._step, "now": self._now}
-
     def _reclaim(self) -> None:
         """Take back what the completed plans were the last to name."""
         self._ledger.reclaim(self._done)
-
-
-def _logprob(result: StepResult, i: int, alternatives: int) -> TokenLogprob:
-    ids = result.top_token[i, :alternatives].tolist()
-    top = zip(ids, result.top_logprob[i, :alternatives].tolist(), strict=True)
-    return TokenLogprob(int(result.token[i]), float(result.logprob[i]), tuple(top))

@@ -15,7 +15,8 @@ class Slots:
     total: tokens, those included that are sampled but not yet known here; admitted: tokens that were known at
     admission (up to there rows carry ids, from there on they follow the sampler); computed: tokens whose rows are
     planned; prompt: tokens of the prompt; limit: most tokens; entry: names its pages in the directory, of which pages
-    (how many) and home (owner or home rank) are copies.
+    (how many) and home (owner or home rank) are copies; last_row: the last plan with a row of it; rank and arrival: its
+    place among the others (Sequence.key).
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -28,11 +29,12 @@ class Slots:
         self.limit = np.zeros(max_slots, np.int64)
         self.entry = np.zeros(max_slots, np.int64)
         self.home = np.zeros(max_slots, np.int32)
-        self.priority = np.zeros(max_slots, np.int64)
+        self.last_row = np.zeros(max_slots, np.int64)
+        self.rank = np.zeros(max_slots, np.int64)
         self.arrival = np.zeros(max_slots, np.int64)
         self.controlled = np.zeros(max_slots, np.bool_)
         """Live, and its SamplingParams are `controlled`."""
-        self.sequences: list[Sequence | None] = [None] * max_slots
+        self.sequences = np.full(max_slots, None, np.object_)  # Sequence or None
         self._free = list(range(max_slots))
 
     @property
@@ -50,7 +52,8 @@ class Slots:
         self.entry[slot] = entry
         self.limit[slot] = sequence.limit
         self.home[slot] = home
-        self.priority[slot], self.arrival[slot] = sequence.request.priority, sequence.arrival
+        self.last_row[slot] = 0
+        self.rank[slot], self.arrival[slot] = sequence.rank, sequence.arrival
         self.controlled[slot] = sequence.request.sampling.controlled
         self.sequences[slot] = sequence
         sequence.slot = slot
@@ -58,21 +61,23 @@ class Slots:
 
     def close(self, slot: int) -> None:
         """No rows any more; the slot itself is given back later (`release`), when no plan names it."""
-        sequence = self.sequences[slot]
-        assert sequence is not None and self.live[slot]
+        sequence = self.sequence(slot)
+        assert self.live[slot]
         self.live[slot] = False
         self.controlled[slot] = False
         self.sequences[slot] = None
-        sequence.slot = -1
+        sequence.slot, sequence.last_row = -1, int(self.last_row[slot])
 
     def release(self, slot: int) -> None:
         heapq.heappush(self._free, slot)
 
     def senior_first(self, slots: np.ndarray) -> np.ndarray:
-        """The same slots, by priority and then arrival."""
-        return slots[np.lexsort((self.arrival[slots], -self.priority[slots]))]
+        """The same slots, by rank and then arrival."""
+        if len(slots) < 2:
+            return slots
+        return slots[np.lexsort((self.arrival[slots], -self.rank[slots]))]
 
     def sequence(self, slot: int) -> Sequence:
-        sequence = self.sequences[slot]
+        sequence: Sequence | None = self.sequences[slot]
         assert sequence is not None
         return sequence

@@ -116,6 +116,10 @@ class CheckedScheduler:
             self.scheduler.add(r, now=now)
             self._requests[r.seed] = r
 
+    def request(self, seed: int) -> Request:
+        """The one that was added with this seed."""
+        return self._requests[seed]
+
     def limit(self, r: Request) -> int:
         """Most tokens of a request, prompt included."""
         return min(len(r.prompt) + r.sampling.max_tokens, self.max_context, self.request_tokens)

@@ -71,6 +71,29 @@ class Directories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
+    def grow_each(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(self.names)), unique=True, min_size=1))
+        free, expected = self.directory.free_pages(), []
+        for name in names:
+            need = self.directory[name].placement.pages_per_rank(1, len(free), first_page=self.names[name])
+            if (need > free).any():
+                break
+            free -= need
+            expected += [(int(rank), len(expected), name) for rank in np.flatnonzero(need)]
+        index = np.array([self.directory[name].index for name in names])
+        count, added = self.directory.grow_each(index)
+        assert count == len({name for _, _, name in expected})
+        assert len(added.tables) == len(expected) and not len(added.target_tables)
+        for rank, which, page_index, page in added.tables.tolist():
+            name = names[which]
+            assert page_index == self.names[name] and self.directory[name].page(page_index, rank) == page
+            assert (rank, name) in {(r, n) for r, _, n in expected}
+            self._take(name, rank, page)
+        for name in names[:count]:
+            self.names[name] += 1
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         name = self._name(data)
         self.directory.close(name, step=self.sent)
@@ -115,6 +138,12 @@ class Directories(RuleBasedStateMachine):
         leaving = [sum(r == rank for r, _ in self.leaving) for rank in range(len(self.limits))]
         assert self.directory.leaving_pages().tolist() == leaving
         assert set(self.directory) == set(self.names)
+        for rank in range(len(self.limits)):
+            for name, count in self.names.items():
+                entry = self.directory[name]
+                assert entry.num_pages == count
+                present = self.directory.present(rank, np.array([entry.index]))
+                assert present.tolist() == [bool((entry.table[:, rank] >= 0).any())]
 
 
 TestDirectories = Directories.TestCase

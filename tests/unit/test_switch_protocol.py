@@ -117,7 +117,8 @@ def scheduler_key(c: CheckedScheduler) -> Hashable:
     live = ledger.live().tolist()
     return (
         tuple(
-            (name, q.slot, len(q.tokens), q.rows_in_flight, q.finish) for name, q in sorted(s._sequences.items())
+            (name, q.slot, len(q.tokens), max(q.last_row, done) - sent, q.finish)
+            for name, q in sorted(s._sequences.items())
         ),
         tuple((slot, slots.sequence(slot).id) for slot in live),
         tuple(tuple(array[live].tolist()) for array in (slots.total, slots.admitted, slots.computed, slots.home)),

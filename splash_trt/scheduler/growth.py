@@ -1,0 +1,72 @@
+"""Pages for the next tokens of running requests, and who gives way when there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from splash_trt.layout.switch import Abort
+from splash_trt.scheduler.ledger import Ledger
+from splash_trt.scheduler.sequence import Sequence
+from splash_trt.scheduler.switcher import Switcher
+
+
+class Growth:
+    """preempt: takes a request's cache from it and has it wait."""
+
+    def __init__(
+        self, ledger: Ledger, switcher: Switcher, page_tokens: int, preempt: Callable[[Sequence], None]
+    ) -> None:
+        self._ledger = ledger
+        self._slots = ledger.slots
+        self._switcher = switcher
+        self._page_tokens = page_tokens
+        self._preempt = preempt
+
+    def decodes(self, *, sent: int, now: float) -> np.ndarray:
+        """Slots that get one token in this step, each with a page for it. sent: the last plan made."""
+        s = self._slots
+        ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
+        full = np.flatnonzero(ready & (s.computed >= s.pages * self._page_tokens))
+        if len(full):
+            full = s.senior_first(full)
+            full = full[self._ledger.grow(full) :]
+        if len(full):
+            self._squeeze(full, ready, sent, now)
+            ready &= s.live
+        return np.flatnonzero(ready)
+
+    def _squeeze(self, full: np.ndarray, ready: np.ndarray, sent: int, now: float) -> None:
+        """Room for one more page of each slot in `full`, senior ones first, the first of which found a rank without.
+
+        ready [slots]: those that have to wait for their page are taken out; changed here.
+        """
+        s = self._slots
+        awaited = np.zeros(self._ledger.directory.num_ranks, np.int64)  # pages that are leaving and spoken for
+        while len(full):
+            slot, full = int(full[0]), full[1:]
+            self._make_room(slot, awaited, sent, now)
+            ready[slot] = s.live[slot] and self._ledger.grow(np.array([slot])) > 0  # an abort leaves room at once
+            full = full[s.live[full]]
+            full = full[self._ledger.grow(full) :]
+
+    def _make_room(self, slot: int, awaited: np.ndarray, sent: int, now: float) -> None:
+        """Have pages given back until those that are leaving are enough for one more page of `slot`.
+
+        A switch under way gives its room up first, then the most junior requests on the full rank theirs; the last of
+        these can be the request itself. awaited [N]: as in _squeeze; what this request waits for is added.
+        """
+        lacking = self._ledger.shortfall(slot)
+        while (short := lacking > self._ledger.directory.leaving_pages() - awaited).any():
+            rank = int(np.argmax(short))
+            if self._switcher.yields_room(rank):
+                why = f"no room: rank {rank} has no page for a running request"
+                self._switcher.abort(Abort.NO_ROOM, why, sent=sent, now=now)
+                lacking = self._ledger.shortfall(slot)
+                continue
+            victim = self._ledger.most_junior_at(rank)
+            self._preempt(self._slots.sequence(victim))
+            if victim == slot:
+                return
+        awaited += lacking

@@ -1,0 +1,83 @@
+"""What a step's result adds to its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from splash_trt.plan import SAMPLE, Plan, StepResult
+from splash_trt.request import FinishReason, TokenDelta, TokenLogprob
+from splash_trt.scheduler.sequence import Sequence
+
+
+def take_in(
+    plan: Plan, sequences: list[Sequence], result: StepResult, end: Callable[[Sequence, FinishReason], str | None]
+) -> list[TokenDelta]:
+    """sequences: of the plan's rows. end: called for each request that ends with this step; returns the error to tell.
+
+    Most rows bring one token of a request that goes on and wants nothing else: they take the short way.
+    """
+    deltas, step, tokens, errors = [], result.step, result.token.tolist(), result.errors
+    for row, begin, stop in _wanted_of_rows(plan):
+        sequence = sequences[row]
+        if step <= sequence.void_through:
+            continue
+        known, token = sequence.tokens, tokens[begin]
+        goes_on = sequence.first_total <= len(known) < sequence.plain_below and token not in sequence.stops
+        if goes_on and not errors:
+            known.append(token)
+            deltas.append(TokenDelta(sequence.id, (token,)))
+        else:
+            deltas.append(_take(sequence, plan, result, begin, stop, end))
+    return deltas
+
+
+def _wanted_of_rows(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(row, first and end of its wanted positions), for every row that has some."""
+    if not len(plan.want_index):
+        return iter(())
+    row = plan.want_index  # the rows themselves where each has one token
+    if plan.num_tokens != plan.num_rows:
+        row = np.searchsorted(np.cumsum(plan.count), plan.want_index, side="right")
+    ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
+    begins = [0, *ends[:-1]]
+    return zip(row[begins].tolist(), begins, ends, strict=True)
+
+
+def _take(
+    sequence: Sequence,
+    plan: Plan,
+    result: StepResult,
+    begin: int,
+    stop: int,
+    end: Callable[[Sequence, FinishReason], str | None],
+) -> TokenDelta:
+    """What wanted positions [begin, stop), all of one row, add to their request."""
+    p = sequence.request.sampling
+    scores: list[TokenLogprob] = []
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    for i in range(begin, stop):
+        token = int(result.token[i])
+        if plan.want_target[i] != SAMPLE:
+            scores.append(_logprob(result, i, p.prompt_logprobs or 0))
+            sequence.reported += 1
+            continue
+        if i in result.errors:
+            end(sequence, FinishReason.ERROR)
+            return TokenDelta(sequence.id, (), (), tuple(scores), FinishReason.ERROR, result.errors[i])
+        sequence.tokens.append(token)
+        tokens = (token,)
+        if p.logprobs is not None:
+            logprobs = (_logprob(result, i, p.logprobs),)
+    finish = sequence.ends_here() if tokens else None
+    error = None if finish is None else end(sequence, finish)
+    queued_s = sequence.queued_s if tokens and len(sequence.tokens) == sequence.first_total else None
+    return TokenDelta(sequence.id, tokens, logprobs, tuple(scores), finish, error, queued_s)
+
+
+def _logprob(result: StepResult, i: int, alternatives: int) -> TokenLogprob:
+    ids = result.top_token[i, :alternatives].tolist()
+    top = zip(ids, result.top_logprob[i, :alternatives].tolist(), strict=True)
+    return TokenLogprob(int(result.token[i]), float(result.logprob[i]), tuple(top))
