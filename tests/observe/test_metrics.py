@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from splash_trt.frontend.engine_client import Mailbox
+from splash_trt.frontend.errors import ApiError, engine_ended
+from splash_trt.frontend.generation import Generation
 from splash_trt.frontend.metrics import CONTENT_TYPE, Metrics
 from splash_trt.layout.switch import Abort, Record
 from splash_trt.link import Decided, Frames, LayoutCapacity, Ready, Status, SwitchReport
 from splash_trt.observe.compat import ALIASES
+from splash_trt.request import Request, SamplingParams, TokenDelta
 
 STATUS = Status("dp", 3, "migrating", "cp", 0.25, "auto", 5, 2, (3, 2), (640, 64), (1024, 1024))
 READY = Ready("first", 400, 4096, (1,), 2, ("tp", "dp"), {"dp": LayoutCapacity((1024, 1024), 2048, 1024)})
@@ -193,3 +202,56 @@ def test_every_alias_has_its_source_and_its_type() -> None:
         assert all(sample.labels["model_name"] == "m" for sample in families[alias.name].samples)
     assert len({alias.name for alias in ALIASES}) == len(ALIASES)
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_requests_of_an_engine_that_ended_are_errors() -> None:
+    class Gone:
+        def submit(self, request: Request, mailbox: Mailbox, index: int) -> None:
+            mailbox.put(index, TokenDelta(request.id, (7,)))
+            mailbox.fail(engine_ended())
+
+        def cancel(self, request_id: str) -> None: ...
+
+    metrics, gone = Metrics(), Gone()
+    requests = [Request(id=name, prompt=(1, 2), sampling=SamplingParams(max_tokens=3)) for name in "ab"]
+    answers: Any = [SimpleAnswer(), SimpleAnswer()]
+    engine: Any = gone
+    generation = Generation(engine, metrics, requests, answers)
+
+    async def run() -> None:
+        generation.submit()
+        with pytest.raises(ApiError, match="the engine ended"):
+            async for _ in generation.run():
+                pass
+        generation.close()
+
+    asyncio.run(run())
+    seen = Seen(metrics)
+    assert seen("splash_requests_total", reason="error") == 2 and seen("splash_requests_total", reason="cancelled") == 0
+    assert seen("splash_output_tokens_total") == 2
+
+
+class SimpleAnswer:
+    """Counts tokens."""
+
+    finish = None
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def add(self, delta: TokenDelta) -> None:
+        self.num_tokens += len(delta.tokens)
+
+
+def test_the_documentation_names_every_metric_and_no_other() -> None:
+    metrics = Metrics("m")
+    metrics.watch(lambda: STATUS, lambda: READY)
+    ours = {family.name for family in metrics._registry.collect() if not family.name.startswith("process_")}
+    families = Seen(metrics).families
+    exposed = {
+        f.name: f.type for f in families if not f.name.startswith("process_") and not f.name.endswith("_created")
+    }
+    assert ours <= set(exposed)
+    names = {f"{name}_total" if kind == "counter" else name for name, kind in exposed.items()}
+    text = (Path(__file__).resolve().parents[2] / "docs" / "observing.md").read_text()
+    assert set(re.findall(r"`((?:splash_|vllm:|sglang:)\w+)`", text)) == names
