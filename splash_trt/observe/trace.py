@@ -165,7 +165,8 @@ class StepTracer:
         end = min(begin + result.seconds, max(now, begin))
         self._steps_end = end
         ts, dur = self._us(begin), round((end - begin) * 1e6, 1)
-        events = [self._step(plan, result, ts, dur), *self._moves(plan, ts, dur)]
+        moved = self._bytes(plan)
+        events = [self._step(plan, result, ts, dur, int(moved[0].sum())), *_moves(plan, moved, ts, dur)]
         if plan.epoch != self._epoch:
             self._epoch = plan.epoch
             events += [self._commit(plan, result, rank, ts) for rank in range(self._num_ranks)]
@@ -213,41 +214,23 @@ class StepTracer:
             events.append(self._state_event)
         self._file.write(*events)
 
-    def _step(self, plan: Plan, result: StepResult, ts: float, dur: float) -> dict[str, object]:
+    def _step(self, plan: Plan, result: StepResult, ts: float, dur: float, moved_bytes: int) -> dict[str, object]:
         args = {
             "step": plan.step,
             "epoch": plan.epoch,
             "tokens": plan.num_tokens,
             "rows": plan.num_rows,
             "tokens_by_rank": plan.counts.tolist(),
-            "moved_bytes": int(self._bytes(plan)[0].sum()),
+            "moved_bytes": moved_bytes,
             "seconds": result.seconds,
         }
         return _event("X", plan.layout.name.lower(), 0, STEPS, ts, dur=dur, args=args)
 
-    def _moves(self, plan: Plan, ts: float, dur: float) -> list[dict[str, object]]:
-        sent, received, inside = self._bytes(plan)
-        return [
-            _event(
-                "X",
-                "moves",
-                rank,
-                MOVES,
-                ts,
-                dur=dur,
-                args={
-                    "step": plan.step,
-                    "sent_bytes": int(sent[rank]),
-                    "received_bytes": int(received[rank]),
-                    "inside_bytes": int(inside[rank]),
-                },
-            )
-            for rank in np.flatnonzero(sent + received + inside).tolist()
-        ]
-
     def _bytes(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[N] int64 each: what ranks send to others, receive from others, and copy within."""
         sent, received, inside = (np.zeros(self._num_ranks, np.int64) for _ in range(3))
+        if not (len(plan.moves) or len(plan.late_moves) or len(plan.weights)):
+            return sent, received, inside
         copies = (plan.moves, plan.late_moves)
         parts = [(m[:, 0], m[:, 2], m[:, 5].astype(np.int64) * self._row_bytes) for m in copies]
         weights = plan.weights
@@ -264,6 +247,18 @@ class StepTracer:
         if result.statuses:
             args["gap_s"] = result.statuses[rank].gap_s
         return _event("i", f"commit: {plan.layout.name.lower()}", rank, COMMITS, ts, s="p", args=args)
+
+
+def _moves(
+    plan: Plan, moved: tuple[np.ndarray, np.ndarray, np.ndarray], ts: float, dur: float
+) -> list[dict[str, object]]:
+    """Of each rank that has a part in them."""
+    events = []
+    for rank in np.flatnonzero(sum(moved)).tolist():
+        sent, received, inside = (int(part[rank]) for part in moved)
+        args = {"step": plan.step, "sent_bytes": sent, "received_bytes": received, "inside_bytes": inside}
+        events.append(_event("X", "moves", rank, MOVES, ts, dur=dur, args=args))
+    return events
 
 
 def _event(ph: str, name: str, pid: int, tid: int, ts: float = 0.0, **more: object) -> dict[str, object]:
