@@ -192,7 +192,7 @@ class Quantities:
             x[_FETCHED] = sums.context * (ranks - 1) / ranks
             x[_FETCHES] = math.ceil(sums.context / self._block)
             x[_INDEX_PAIRS] += sums.pairs * share
-            self._prefill(x, sums, share, sums.context)
+            self._prefill(x, sums, share, sums.context * (share > 0))  # who has no query needs no keys
 
     def _dop(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
         ranks = self._ranks
