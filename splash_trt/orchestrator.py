@@ -73,6 +73,8 @@ class Orchestrator:
         self._watch = watch
         self._clock = clock
         self._auto = policy is not None
+        if policy is not None:
+            scheduler.switcher.expect(policy.expected_s)
         self.observer: Observer | None = None
         """Told of every plan and its result."""
         self._turns = 0

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 from splash_trt.layout.switch import Record
 from splash_trt.plan import Plan, StepResult
 
 KEPT = 64
+EVERY = 4  # of the steps that move nothing are looked at where their expected time has to be computed
 
 
 class Meter:
-    """Step times of plans that move nothing, by (layout, size), are what plans that move something are held against."""
+    """Steps that move something are held against like steps that move nothing.
+
+    Like are steps of one layout and about one size, or, once `expect` was told what a plan should take, of one layout
+    with or without prompts, each by its time over what it should have taken: steps differ by more than what is measured
+    here.
+    """
 
     def __init__(self) -> None:
+        self._expected: Callable[[Plan], float] | None = None
         self._plain: dict[tuple[int, int], deque[float]] = {}
         self._ratios: list[float] = []
         self._gaps: deque[float] = deque(maxlen=KEPT)
         self._commit: tuple[int, Record] | None = None
         self.step_s = 0.0
         """What the latest step that computed something took."""
+
+    def expect(self, step_s: Callable[[Plan], float]) -> None:
+        """step_s gives the seconds that a plan's rows should take."""
+        self._expected = step_s
 
     def begin(self) -> None:
         """A switch begins."""
@@ -42,13 +54,22 @@ class Meter:
         if not plan.num_tokens:
             return None
         self.step_s = result.seconds
-        times = self._plain.setdefault((int(plan.layout), plan.num_tokens.bit_length()), deque(maxlen=KEPT))
+        if self._expected is not None and not moved and plan.step % EVERY:
+            return None
+        time = result.seconds / (self._expected(plan) if self._expected is not None else 1.0)
+        times = self._plain.setdefault(self._kind(plan), deque(maxlen=KEPT))
         if not moved:
-            times.append(result.seconds)
+            times.append(time)
         elif times and (plain := median(times)) > 0:
-            self._ratios.append(result.seconds / plain)
+            self._ratios.append(time / plain)
             return self._ratios[-1]
         return None
+
+    def _kind(self, plan: Plan) -> tuple[int, int]:
+        """Plans of one kind are alike."""
+        if self._expected is not None:
+            return int(plan.layout), int(plan.absorbed.all())
+        return int(plan.layout), plan.num_tokens.bit_length()
 
     def slowdown(self) -> float | None:
         """Median over this switch's moving steps of time / median time of like steps, less 1; None if unknown."""

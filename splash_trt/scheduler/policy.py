@@ -43,13 +43,16 @@ class Decision:
 
 
 class Policy(Protocol):
-    """observe() is told of steps that completed; decide() is asked now and then and answers None to stay."""
+    """observe() is told of steps that completed; decide() is asked now and then and answers None to stay; expected_s()
+    is what a plan's rows should take, in seconds."""
 
     def observe(self, plan: Plan, result: StepResult) -> None: ...
 
     def wants_to_look(self, now: float, running: int, waiting: int) -> bool: ...
 
     def decide(self, load: Load) -> Decision | None: ...
+
+    def expected_s(self, plan: Plan) -> float: ...
 
     def explain(self) -> dict[str, object]: ...
 
@@ -120,6 +123,9 @@ class CostPolicy:
         moves = len(plan.moves) or len(plan.weights) or len(plan.late_moves)
         if self._observed % OBSERVE_EVERY == 0 and not moves:
             self._cost.observe(Batch.of(plan, self._num_ranks), result.seconds)
+
+    def expected_s(self, plan: Plan) -> float:
+        return self._cost.step_s(Batch.of(plan, self._num_ranks))
 
     def wants_to_look(self, now: float, running: int, waiting: int) -> bool:
         """Whether what a look would see may have changed."""

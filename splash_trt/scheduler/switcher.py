@@ -9,6 +9,7 @@ ranks. Nothing here waits: a state that cannot go on is looked at again before t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -54,6 +55,10 @@ class Switcher:
         """What each rank may send, and may receive, for a switch in the plan made last; new rows come on top."""
         self._last_work = 0  # the last plan that carries something to acknowledge
         self._drain = 0  # the last plan that names what is to be given back
+
+    def expect(self, step_s: Callable[[Plan], float]) -> None:
+        """step_s gives the seconds that a plan's rows should take: what slowdowns are measured against."""
+        self._meter.expect(step_s)
 
     # What others ask
 

@@ -56,6 +56,17 @@ def test_slowdown_is_the_median_ratio_to_like_steps() -> None:
     assert meter.slowdown() == pytest.approx(0.2)
 
 
+def test_against_what_a_plan_should_take_sizes_do_not_matter() -> None:
+    meter = Meter()
+    meter.expect(lambda plan: plan.num_tokens * 1e-3)
+    for step, tokens in ((0, 4), (4, 1000), (8, 30)):
+        meter.step(plan(step, tokens), result(step, tokens * 2e-3), False)
+    meter.step(plan(5, 4), result(5, 99.0), False)
+    for step, tokens in ((13, 200), (14, 7)):
+        meter.step(plan(step, tokens), result(step, tokens * 2.2e-3), True)
+    assert meter.slowdown() == pytest.approx(0.1)
+
+
 def test_steps_of_another_size_or_layout_are_no_yardstick() -> None:
     meter = Meter()
     meter.step(plan(1, tokens=4), result(1, 1.0), False)

@@ -1,0 +1,248 @@
+"""Where loads lead by the cost model, with DeepSeek-V3.2 on eight H200, and that the policy is not fickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from splash_trt.config import EngineConfig, Formats, Layout
+from splash_trt.memory.map import capacity, model_sizes
+from splash_trt.scheduler.compare import Comparer, Goal, Objective
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.devices import BUILT_IN
+from splash_trt.scheduler.load import Load
+from splash_trt.scheduler.phases import Estimator, homes_under, level, phases_of
+from splash_trt.scheduler.policy import LOOK_S, LOOKS, MAX_DOUBT, CostPolicy, Decision
+from tests.oracles.published_configs import V32, parse
+
+N = 8
+MODEL = parse(V32)
+H200 = BUILT_IN["h200"]
+CONFIG = EngineConfig(
+    num_ranks=N,
+    layouts=tuple(Layout),
+    dtype="bfloat16",
+    formats=Formats(weights="fp8", attention="bfloat16", cache="fp8"),
+    memory_bytes=int(0.9 * H200.memory_bytes),
+    max_batch_tokens=16384,
+    max_running=2048,
+    migration_bytes=130_000_000,
+    migration_max_slowdown=0.005,
+)
+ROOM = {layout: capacity(MODEL, CONFIG, layout).total_tokens for layout in Layout}
+SIZES = model_sizes(MODEL, CONFIG)
+COST = CostModel(MODEL, CONFIG, H200)
+
+
+def load(layout: Layout = Layout.TP, running: int = 1, context: int = 2000, **changes: object) -> Load:
+    """Requests that are alike, with 500 tokens of output to come."""
+    pages = running * context // CONFIG.page_tokens
+    replicated = layout is Layout.TP
+    base = Load(
+        now=0.0,
+        layout=layout,
+        num_ranks=N,
+        held=np.full(running, context),
+        prefill=np.zeros(running, np.int64),
+        generated=np.full(running, 100),
+        limit_left=np.full(running, 100_000),
+        left=np.full(running, 500.0),
+        home=np.zeros(running, np.int64) if replicated else np.arange(running) % N,
+        slots=np.arange(running),
+        waiting=0,
+        waiting_tokens=0,
+        waiting_left=500.0,
+        arrivals_s=0.0,
+        held_pages=np.full(N, pages if replicated else pages // N),
+        budget_bytes=CONFIG.migration_bytes,
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def long_prompt(layout: Layout = Layout.TP) -> Load:
+    return load(layout, running=1, context=0, prefill=np.array([128_000]), generated=np.array([0]))
+
+
+def policy(objective: str = "throughput", room: dict[Layout, int] | None = None) -> CostPolicy:
+    return CostPolicy(COST, CONFIG, SIZES, room or ROOM, Objective.parse(objective))
+
+
+def settled(load: Load, chosen: CostPolicy | None = None, looks: int = 5) -> Layout:
+    """Where a policy ends that sees the same load again and again, its decisions carried out at once."""
+    chosen = chosen or policy()
+    layout, now = load.layout, 1000.0
+    for _ in range(looks):
+        now += 5.0
+        seen = dataclasses.replace(load, now=now, layout=layout)
+        if layout is not load.layout:
+            seen = dataclasses.replace(seen, home=homes_under(layout, load))
+        decision = chosen.decide(seen)
+        layout = decision.layout if decision is not None else layout
+    return layout
+
+
+class TestWhereLoadsLead:
+    @pytest.mark.parametrize("start", list(Layout))
+    def test_few_requests_to_tp(self, start: Layout) -> None:
+        assert settled(load(start, running=2, left=np.full(2, 5000.0))) is Layout.TP
+
+    @pytest.mark.parametrize("start", list(Layout))
+    def test_a_crowd_to_dp(self, start: Layout) -> None:
+        assert settled(load(start, running=800, context=1000)) is Layout.DP
+
+    @pytest.mark.parametrize("start", [Layout.TP, Layout.DP, Layout.DOP])
+    def test_a_lone_long_prompt_to_cp(self, start: Layout) -> None:
+        assert settled(long_prompt(start), looks=1) is Layout.CP
+
+    def test_a_crowd_that_the_cache_limits_to_dop(self) -> None:
+        """One that fits DP stays there; one that waits for room goes where there is more."""
+        few = {"running": 500, "context": 6000, "left": np.full(500, 2000.0)}
+        assert settled(load(Layout.DP, **few)) is Layout.DP  # type: ignore[arg-type]
+        held = np.full(500, ROOM[Layout.DP] // 505)
+        crowd = {
+            **few, "held": held, "waiting": 400, "waiting_tokens": 400 * int(held[0]), "waiting_left": 2000.0,
+        }  # fmt: skip
+        assert settled(load(Layout.DP, **crowd)) is Layout.DOP  # type: ignore[arg-type]
+
+    def test_no_layout_without_room_for_what_is_held(self) -> None:
+        held = np.full(400, ROOM[Layout.TP] // 300)
+        crowd = load(Layout.DP, running=400, held=held, left=np.full(400, 10.0))
+        comparison = Comparer(Estimator(COST, CONFIG, ROOM), CONFIG, SIZES, ROOM, Objective()).compare(crowd, 0.03)
+        there = {c.layout: c for c in comparison.candidates}
+        assert not there[Layout.TP].fits and there[Layout.TP].gain_s == float("-inf")
+
+    def test_only_layouts_that_are_allowed(self) -> None:
+        room = {layout: ROOM[layout] for layout in (Layout.TP, Layout.DOP)}
+        assert settled(load(running=800, context=1000), policy(room=room)) in room
+
+    def test_a_full_tp_goes_by_way_of_dop(self) -> None:
+        chosen = policy()
+        crowd = load(running=900, context=ROOM[Layout.TP] // 905)
+        assert chosen.decide(crowd) is not None
+        explained = {entry["layout"]: entry for entry in chosen.explain()["candidates"]}  # type: ignore[attr-defined]
+        assert explained["dp"]["switch"]["route"] == ["dop", "dp"]
+
+    def test_drifted_owners_are_evened_out(self) -> None:
+        home = np.concatenate([np.zeros(60, np.int64), np.arange(340) % N])
+        crowd = load(Layout.DP, running=400, context=4000, home=home, left=np.full(400, 5000.0))
+        chosen, decision = policy(), None
+        for look in range(LOOKS):
+            decision = decision or chosen.decide(dataclasses.replace(crowd, now=10.0 + look))
+        assert decision is not None and decision.layout is Layout.DP and decision.kind == "owners"
+        moved = home.copy()
+        for slot, rank in decision.owners.items():
+            moved[slot] = rank
+        before, after = np.bincount(home, minlength=N), np.bincount(moved, minlength=N)
+        assert after.max() < before.max() and after.max() - after.min() <= 4
+
+
+class TestObjectives:
+    def test_parse(self) -> None:
+        assert Objective.parse("throughput") == Objective()
+        assert Objective.parse("latency") == Objective(goal=Goal.LATENCY)
+        assert Objective.parse("bounded:50") == Objective(p99_step_s=0.05)
+        for wrong in ("", "fast", "bounded", "bounded:", "bounded:-1", "bounded:nan", "latency:5"):
+            with pytest.raises(ValueError, match="objective"):
+                Objective.parse(wrong)
+
+    def test_a_bound_rules_out_what_exceeds_it(self) -> None:
+        """DP would be best for the crowd's prompts, but its mixed steps are the longer the more it takes in."""
+        crowd = load(Layout.DP, running=300, context=3000, waiting=1, waiting_tokens=60_000)
+        comparer = {
+            text: Comparer(Estimator(COST, CONFIG, ROOM), CONFIG, SIZES, ROOM, Objective.parse(text))
+            for text in ("throughput", "latency", "bounded:100")
+        }
+        found = {text: c.compare(crowd, 0.03) for text, c in comparer.items()}
+        cost = {
+            text: {c.layout: c.costs[0] for c in comparison.candidates} for text, comparison in found.items()
+        }
+        steps = {c.layout: c.times[0].p99_step_s for c in found["throughput"].candidates}
+        assert min(cost["latency"], key=cost["latency"].__getitem__) is min(steps, key=steps.__getitem__)
+        for layout, step_s in steps.items():
+            over = max(step_s / 0.1 - 1, 0)
+            assert cost["bounded:100"][layout] == pytest.approx(cost["throughput"][layout] * (1 + 20 * over))
+
+
+class TestPatience:
+    def test_an_idle_server_stays(self) -> None:
+        chosen = policy()
+        assert chosen.decide(load(running=0)) is None
+        assert chosen.explain()["candidates"] == []
+
+    def test_no_look_before_it_is_time(self) -> None:
+        chosen = policy()
+        assert chosen.wants_to_look(10.0, 1, 0)
+        chosen.decide(load(now=10.0))
+        assert not chosen.wants_to_look(10.0 + LOOK_S / 2, 1, 0)
+        assert not chosen.wants_to_look(10.0 + 2 * LOOK_S, 1, 0), "nothing has changed"
+        assert chosen.wants_to_look(10.0 + 2 * LOOK_S, 1, 1)
+        assert chosen.wants_to_look(20.0, 1, 0)
+
+    def test_a_layout_is_kept_for_a_while(self) -> None:
+        chosen = policy()
+        assert chosen.decide(load(running=800, context=1000, now=10.0)) is not None
+        assert chosen.decide(load(Layout.DP, running=1, now=10.1)) is None
+        assert "kept" in str(chosen.explain()["verdict"])
+
+    def test_loads_that_turn_after_each_change_are_followed_less_and_less(self) -> None:
+        chosen, layout, now, changes = policy(), Layout.TP, 0.0, []
+        while now < 400:
+            now += 1.0
+            crowd = layout is Layout.TP
+            seen = load(layout, running=800 if crowd else 2, context=1000, now=now)
+            decision = chosen.decide(seen)
+            if decision is not None:
+                layout = decision.layout
+                changes.append(now)
+        first, last = np.diff(changes)[:3].mean(), np.diff(changes)[-3:].mean()
+        assert last > 3 * first
+        assert chosen.explain()["doubt"] == MAX_DOUBT
+
+    def test_the_same_looks_give_the_same_answers(self) -> None:
+        def answers() -> list[Decision | None]:
+            chosen = policy()
+            rng = np.random.default_rng(3)
+            return [
+                chosen.decide(load(Layout(i % 4), running=int(rng.integers(1, 900)), now=float(i)))
+                for i in range(20)
+            ]
+
+        first, second = answers(), answers()
+        assert first == second and any(first)
+
+    def test_explanations_are_plain_values(self) -> None:
+        chosen = policy()
+        decision = chosen.decide(load(running=800, context=1000))
+        explained = json.loads(json.dumps(chosen.explain()))
+        assert explained["load"]["running"] == 800 and len(explained["candidates"]) == 4
+        assert decision is not None and "800 running" in decision.why and "saves" in decision.why
+
+
+class TestPhases:
+    def test_work_is_all_there(self) -> None:
+        seen = load(running=3, prefill=np.array([100, 0, 0]), waiting=2, waiting_tokens=900)
+        first, *rest = phases_of(seen, 0.02)
+        assert first.prefill_tokens == 1000 and first.prompts == 3 and first.tokens == 2 * 500
+        assert len(rest) == 4 and all(later.prefill_tokens == 0 for later in rest)
+        alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
+        assert alive == sorted(alive, reverse=True)
+
+    def test_arrivals_join(self) -> None:
+        (phase, *_) = phases_of(load(running=3, arrivals_s=2.0), 0.02)
+        assert phase.joining == pytest.approx(2.0 * 500 * 0.02) and phase.prefill_tokens > 0
+
+    def test_dealt_out_largest_first(self) -> None:
+        seen = load(running=16, held=np.arange(16) * 100)
+        homes = homes_under(Layout.DP, seen)
+        rows = np.bincount(homes, seen.held, N)
+        assert rows.max() == rows.min()
+        assert np.array_equal(homes_under(Layout.CP, load(Layout.DP, running=9)), np.arange(9) % N)
+
+    def test_level(self) -> None:
+        assert level(np.array([3.0, 0, 0, 1]), 3.0).tolist() == pytest.approx([0, 1 + 1 / 3, 1 + 1 / 3, 1 / 3])
+        assert level(np.zeros(4), 2.0).tolist() == [1, 1, 0, 0]
+        for more in (0.5, 1.0, 7.25, 40.0):
+            assert level(np.array([3.0, 0, 0, 1]), more).sum() == pytest.approx(more)
