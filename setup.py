@@ -72,6 +72,8 @@ EXTRAS_REQUIRE = {
         "psutil>=6",
         # Says whether an output that had to follow a JSON schema does.
         "jsonschema>=4.20",
+        # The same for regular expressions, and of an output that was cut off, whether it could have become a match.
+        "regex>=2024.11.6",
         # The client that most users of the HTTP API have.
         "openai>=1.60",
         # Triton Inference Server's own clients; the server is installed by scripts/triton_server.sh.

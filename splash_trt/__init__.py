@@ -8,19 +8,19 @@ from splash_trt.version import __version__
 
 if TYPE_CHECKING:
     from splash_trt.llm import LLM
-    from splash_trt.request import SamplingParams
+    from splash_trt.request import Grammar, GrammarKind, SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "GrammarKind", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and SamplingParams, loaded at their first use: `import splash_trt` alone imports no torch."""
+    """LLM and what it takes, loaded at their first use: `import splash_trt` alone imports no torch."""
     if name == "LLM":
         from splash_trt.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from splash_trt.request import SamplingParams
+    if name in ("Grammar", "GrammarKind", "SamplingParams"):
+        from splash_trt import request
 
-        return SamplingParams
+        return getattr(request, name)
     raise AttributeError(f"module 'splash_trt' has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import re
 
 import msgspec
 
@@ -14,6 +15,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_LOGIT_BIAS = 300  # entries, as OpenAI allows
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PRIORITY = 1 << 31  # the scheduler keeps priorities, and their negatives, in 64 bits
+_SURROGATES = re.compile("[\ud800-\udfff]")  # they have no UTF-8, in which requests travel
 
 
 class FinishReason(str, enum.Enum):
@@ -34,7 +36,7 @@ def _check(ok: bool, field: str, value: object, allowed: str) -> None:
 
 class GrammarKind(str, enum.Enum):
     JSON_OBJECT = "json_object"  # any JSON object; the text stays empty
-    JSON_SCHEMA = "json_schema"  # a JSON Schema
+    JSON_SCHEMA = "json_schema"  # a JSON Schema; between JSON's tokens up to two blanks, or an indented new line
     REGEX = "regex"  # matches the whole output; Rust's syntax, without look-around and back-references
     LARK = "grammar"  # llguidance's dialect of Lark, whose rules begin at `start`
 
@@ -49,7 +51,8 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kinds = ", ".join(kind.value for kind in GrammarKind)
         _check(isinstance(self.kind, GrammarKind), "grammar.kind", self.kind, f"one of {kinds}")
         _check(isinstance(self.text, str), "grammar.text", self.text, "text")
-        size = len(self.text.encode(errors="surrogatepass"))
+        _check(not _SURROGATES.search(self.text), "grammar.text", self.text[:80], "text without lone surrogates")
+        size = len(self.text.encode())
         if size > MAX_GRAMMAR_BYTES:
             raise ValueError(f"grammar.text: {size} bytes are too many; it must be at most {MAX_GRAMMAR_BYTES} bytes")
         ok = bool(self.text) == (self.kind is not GrammarKind.JSON_OBJECT)

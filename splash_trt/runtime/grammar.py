@@ -15,12 +15,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from splash_trt.request import Grammar, GrammarKind
 
-# Beside MAX_GRAMMAR_BYTES, which bounds compilation to some 0.4 s: what a step may cost. llguidance's own limits let an
-# ambiguous grammar take 0.4 s a token, and a matcher several hundred MB (1 to 2 KB a lexer state). These stopped the
-# same one at 10 ms, and left all schemas of the trial alone.
-MAX_ITEMS_IN_ROW = 500
-MAX_LEXER_STATES = 25_000
+# MAX_GRAMMAR_BYTES bounds compilation: the worst of 64 KB that was found, 2000 optional properties, took 0.4 s on a
+# vocabulary of 128,000. What a step may cost is bounded by llguidance's own limits and these. By its own alone an
+# ambiguous grammar took up to 0.4 s a token, and was stopped at 10 ms with 500 items; schemas need more, four items
+# for each optional property, and cannot be as ambiguous.
+MAX_ITEMS_IN_ROW = {GrammarKind.JSON_SCHEMA: 12_000, GrammarKind.LARK: 500}
+OWN_MAX_ITEMS_IN_ROW = 2000
+MAX_LEXER_STATES = 25_000  # of 1 to 2 KB each
 MAX_WHY = 500  # characters of an explanation; the library repeats the grammar in it
+
+# Between JSON's tokens. JSON allows any amount, and a model that has been led astray there writes it up to max_tokens.
+WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
 
 NOTHING_FOLLOWS = "nothing in the model's vocabulary can continue it"
 
@@ -33,11 +38,14 @@ class Matcher:
     is copied from another, as copies would share what the limits count.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+    def __init__(self, tokenizer: LLTokenizer, grammar: Grammar) -> None:
+        """ValueError if a schema is not JSON. Any other mistake in the grammar is in `error`."""
         limits = LLParserLimits(
-            max_items_in_row=MAX_ITEMS_IN_ROW, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+            max_items_in_row=MAX_ITEMS_IN_ROW.get(grammar.kind, OWN_MAX_ITEMS_IN_ROW),
+            max_lexer_states=MAX_LEXER_STATES,
+            verbose_errors=False,
         )
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        self._matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         self._end = tokenizer.eos_token
 
     @property
@@ -87,7 +95,7 @@ class GrammarCompiler:
 
     def matcher(self, grammar: Grammar, output: Sequence[int] = ()) -> Matcher:
         """At the end of `output`. ValueError if the grammar does not compile."""
-        matcher = Matcher(self._tokenizer, _source(grammar))
+        matcher = Matcher(self._tokenizer, grammar)
         if matcher.error:
             raise ValueError(f"grammar: this {grammar.kind.value} does not compile: {matcher.error}")
         if len(output):
@@ -120,6 +128,8 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark(grammar.text)
     try:
         schema = json.loads(grammar.text or '{"type": "object"}')
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        if not isinstance(schema, dict):
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema))  # which has no place for options
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": WHITESPACE})
     except (ValueError, RecursionError) as error:
         raise ValueError(f"grammar: this {grammar.kind.value} is not JSON: {error}") from None

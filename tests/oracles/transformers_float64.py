@@ -94,9 +94,12 @@ class Oracle:
 
     def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         """Log-probabilities of the next token after each position: [len(ids), vocab], float64, natural logarithm."""
+        return torch.log_softmax(self.logits(ids), dim=-1)
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """The same before they are normalised."""
         with torch.no_grad(), Float64Lift(), OnlyFloat64() as guard:
-            logits = self._model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-            result = torch.log_softmax(logits, dim=-1)
+            result = self._model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
         assert result.dtype == torch.float64
         self.num_guarded_operations += guard.num_operations
         return result

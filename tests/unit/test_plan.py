@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splash_trt.config import Layout
-from splash_trt.plan import LAST_SAMPLED, SAMPLE, SAMPLING_DTYPE, Plan, decode, encode
+from splash_trt.plan import (
+    LAST_SAMPLED,
+    SAMPLE,
+    SAMPLING_DTYPE,
+    Plan,
+    SlotControls,
+    decode,
+    encode,
+    encode_controls,
+)
+from splash_trt.request import Grammar, GrammarKind
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -41,6 +51,8 @@ def plans(draw: st.DrawFn) -> Plan:
         counts=_array(draw, INT32, np.int32),
         bucket=draw(INT32),
         sampling=_array(draw, sampling, SAMPLING_DTYPE),
+        controls=_array(draw, st.integers(0, 255), np.uint8),
+        controlled=_array(draw, INT32, np.int32),
         **row_fields,
         **quads,
     )
@@ -112,6 +124,25 @@ def test_a_plan_without_rows() -> None:
     )
     assert plan.position.tolist() == plan.row_of_token.tolist() == []
     _assert_equal(decode(encode(plan)), plan)
+
+
+def test_controls_travel_as_they_are() -> None:
+    controls = [
+        SlotControls(
+            slot=3,
+            prompt=np.array([5, 2**31 - 1], np.int32).tobytes(),
+            output=b"",
+            penalties=(1.5, -2.0, 0.1),
+            logit_bias={0: -100.0, 2**31 - 1: 0.5},
+            stop_token_ids=(1, 9),
+            free_from=2**31 - 1,
+            grammar=Grammar(GrammarKind.LARK, 'start: "\u00e4\U0001f600"'),
+        ),
+        SlotControls(0, b"", b"", None, {}, (), 0, None),
+    ]
+    plan = _plan(controls=encode_controls(controls), controlled=np.array([0, 3], np.int32))
+    assert decode(encode(plan)).slot_controls == plan.slot_controls == controls
+    assert _plan().slot_controls == [] and len(encode_controls([])) == 0
 
 
 @pytest.mark.parametrize("name", ["slot", "token", "absorbed", "tables", "want_target"])

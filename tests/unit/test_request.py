@@ -8,7 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from splash_trt.request import MAX_LOGPROBS, MAX_STOP_IDS, Request, SamplingParams
+from splash_trt.request import (
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    MAX_TOKEN_ID,
+    Grammar,
+    GrammarKind,
+    Request,
+    SamplingParams,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +32,11 @@ from splash_trt.request import MAX_LOGPROBS, MAX_STOP_IDS, Request, SamplingPara
         *[("min_p", value) for value in (-0.01, 1.01, math.nan)],
         *[("seed", value) for value in (-1, 2**63)],
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (MAX_TOKEN_ID + 1,)),
+        *[("min_tokens", value) for value in (-1, 17, 1.0, True)],
+        *[(name, v) for name in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, math.nan, math.inf)],
+        *[("repetition_penalty", value) for value in (0, -1.0, 0.001, 101, math.nan)],
+        *[("logit_bias", {3: value}) for value in (-101, 100.5, math.nan, math.inf)],
         ("stop_token_ids", tuple(range(MAX_STOP_IDS + 1))),
         *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, MAX_LOGPROBS + 1)],
     ],
@@ -49,6 +64,11 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
         ("seed", 0),
         ("seed", 2**63 - 1),
         ("stop_token_ids", tuple(range(MAX_STOP_IDS))),
+        *[("min_tokens", value) for value in (0, 16)],
+        *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2, 0.5, 2.0)],
+        *[("repetition_penalty", value) for value in (0.01, 1, 100)],
+        *[("logit_bias", value) for value in ({}, {0: -100}, {i: 100.0 for i in range(MAX_LOGIT_BIAS)})],
+        ("grammar", Grammar(GrammarKind.REGEX, "x" * MAX_GRAMMAR_BYTES)),
         ("logprobs", 0),
         ("prompt_logprobs", MAX_LOGPROBS),
     ],
@@ -130,8 +150,65 @@ def test_a_token_id_is_a_whole_number() -> None:
         ("stop_token_ids", 5),
         ("stop_token_ids", None),
         ("stop_token_ids", "7"),
+        ("presence_penalty", "1"),
+        ("frequency_penalty", None),
+        ("repetition_penalty", [1]),
+        ("logit_bias", None),
+        ("logit_bias", [(1, 2.0)]),
+        ("logit_bias", {"1": 2.0}),
+        ("logit_bias", {-1: 2.0}),
+        ("logit_bias", {MAX_TOKEN_ID + 1: 2.0}),
+        ("logit_bias", {1: "2"}),
+        ("logit_bias", {1: True}),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+        ("grammar", "regex"),
+        ("grammar", {"kind": "regex", "text": "a"}),
     ],
 )
 def test_sampling_parameters_of_the_wrong_type_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("regex", "a", "grammar.kind: 'regex' is not allowed; it must be one of json_object, json_schema, regex"),
+        (GrammarKind.REGEX, None, "grammar.text: None"),
+        (GrammarKind.REGEX, "a\ud800", "grammar.text: .* must be text without lone surrogates"),
+        (GrammarKind.REGEX, "", "grammar.text: .* it must be empty for json_object, and not for the others"),
+        (GrammarKind.JSON_OBJECT, "{}", "grammar.text: '{}' is not allowed; it must be empty for json_object"),
+        (GrammarKind.LARK, "\u00e4" * (MAX_GRAMMAR_BYTES // 2 + 1), "grammar.text: 65538 bytes are too many"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_by_name(kind: Any, text: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Grammar(kind, text)
+
+
+def test_a_grammar_says_where_the_text_ends() -> None:
+    with pytest.raises(ValueError, match="ignore_eos: True is not allowed; it must be False beside a grammar"):
+        SamplingParams(grammar=Grammar(GrammarKind.JSON_OBJECT), ignore_eos=True)
+
+
+def test_a_bias_is_for_ids_of_the_model() -> None:
+    sampling = SamplingParams(logit_bias={99: 1.0, 100: 1.0})
+    with pytest.raises(ValueError, match="logit_bias: 100 is not allowed; it must be token ids from 0 to 99"):
+        Request(id="a", prompt=(1,), sampling=sampling).check(vocab_size=100, max_context=8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {0: 0.0}},
+        {"min_tokens": 1},
+        {"grammar": Grammar(GrammarKind.JSON_OBJECT)},
+    ],
+    ids=str,
+)
+def test_what_ranks_keep_state_for(changes: dict[str, Any]) -> None:
+    assert SamplingParams(**changes).controlled and not SamplingParams(top_p=0.5, ignore_eos=True).controlled
+    assert SamplingParams(**changes).penalised == any("penalty" in name for name in changes)
