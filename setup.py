@@ -76,6 +76,8 @@ EXTRAS_REQUIRE = {
         "regex>=2024.11.6",
         # The client that most users of the HTTP API have.
         "openai>=1.60",
+        # A client that knows no more of it than its OpenAPI document, and tries what that allows and what it does not.
+        "schemathesis>=4.20,<5",
         # Triton Inference Server's own clients; the server is installed by scripts/triton_server.sh.
         "tritonclient[grpc,http]>=2.50",
         # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the

@@ -144,8 +144,9 @@ def _answer(route: Route) -> dict[str, Any]:
         return {"description": route.summary, "content": {route.answer: {"schema": {"type": "string"}}}}
     content = _json(route.answer)
     if route.stream is not None:
-        # Each event's data is one such object; the last is [DONE].
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": _ref(route.stream)}
+        # OpenAPI 3.1 has no word for the events of a stream.
+        about = "Server-sent events: the data of each is the object of x-event-schema, and the last one's is [DONE]"
+        content["text/event-stream"] = {"schema": {"description": about}, "x-event-schema": _ref(route.stream)}
     return {"description": route.summary, "content": content}
 
 

@@ -18,7 +18,7 @@ from splash_trt.version import __version__
 
 LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
 EXPLAIN_REPLY_S = 2.0
-YES, NO = ("1", "true", ""), ("0", "false")
+YES, NO = ("1", "true"), ("0", "false")
 
 Reply = TypeVar("Reply")
 
@@ -170,10 +170,10 @@ class OperatorRoutes:
 
 
 def _flag(http: web.Request, name: str) -> bool:
-    value = http.query.get(name, NO[0])
-    if value not in (*YES, *NO):
-        raise ApiError(f"{name}: {value[:40]!r} is not allowed; it must be 1 or 0", param=name)
-    return value in YES
+    values = http.query.getall(name, [NO[0]])
+    if len(values) != 1 or values[0] not in (*YES, *NO):
+        raise ApiError(f"{name}: {','.join(values)[:40]!r} is not allowed; it must be 1 or 0", param=name)
+    return values[0] in YES
 
 
 async def _within(seconds: float, reply: Coroutine[Any, Any, Reply]) -> Reply:

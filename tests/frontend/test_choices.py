@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -194,6 +195,38 @@ def test_forms_of_answers(server: FrontendProcess, engine: FakeEngine, form: dic
         answer = server.ask("POST", path, {**body, **form, "max_tokens": 2})
         assert answer.status == 200, answer.data
         assert engine.submitted[before].sampling.grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),  # looks ahead
+        ({"guided_grammar": "start: b"}, "guided_grammar"),
+        ({"structured_outputs": {"json": {"type": "objct"}}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": 5}}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_forms_that_do_not_compile(
+    server: FrontendProcess, engine: FakeEngine, form: dict[str, Any], param: str
+) -> None:
+    before = len(engine.submitted)
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        answer = server.ask("POST", path, {**body, **form})
+        assert answer.status == 400 and answer.json["error"]["param"] == param, answer.data
+        assert answer.json["error"]["message"].startswith(f"{param}: this ")
+    assert len(engine.submitted) == before
+
+
+@pytest.mark.parametrize("texts", [["a.b", "c*d", "<e>", "f#g & h-i~j", "k/l\\m\n\u20ac[]{}^$|?+()"]])
+def test_choices_mean_exactly_their_texts(server: FrontendProcess, engine: FakeEngine, texts: list[str]) -> None:
+    assert server.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_choice": texts}).status == 200
+    grammar = engine.submitted[-1].sampling.grammar
+    assert grammar is not None and all(re.fullmatch(grammar.text, text) for text in texts)
+    assert not any(re.fullmatch(grammar.text, text) for text in ("aXb", "cd", "ccd", "e"))
 
 
 def test_pydantic_models_as_forms(client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer) -> None:

@@ -136,8 +136,9 @@ def test_explain(server: FrontendProcess, engine: FakeEngine) -> None:
     about = server.ask("GET", "/v1/layout?explain=1").json
     assert about["explain"] == {"chosen": engine.layout, "compared": [{"layout": "dp", "gain": 0.5}]}
     assert about["layouts"] and "explain" not in server.ask("GET", "/v1/layout?explain=0").json
-    refused = server.ask("GET", "/v1/layout?explain=perhaps")
-    assert refused.status == 400 and refused.json["error"]["param"] == "explain"
+    for query in ("explain=perhaps", "explain=", "explain=1&explain=1"):
+        refused = server.ask("GET", f"/v1/layout?{query}")
+        assert refused.status == 400 and refused.json["error"]["param"] == "explain"
     engine.silent_to_explain = True
     try:
         silent = server.ask("GET", "/v1/layout?explain=1")

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers
 
 from splash_trt.frontend.chat_template import ChatTemplate
 from splash_trt.frontend.errors import ApiError
-from splash_trt.frontend.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer
+from splash_trt.frontend.tokenizer import ByteDetokenizer, Detokenizer, Tokenizer, WindowDetokenizer
 
 RUNS = settings(
     deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -49,6 +49,20 @@ def test_any_text(tokenizer: Tokenizer, text: str) -> None:
     assert sum(piece.count("\ufffd") for piece in got) == text.count("\ufffd")
     window = pieces(WindowDetokenizer(tokenizer._decode), tokenizer.encode(text))
     assert "".join(window) == text
+
+
+@RUNS
+@given(st.binary(max_size=24), st.lists(st.integers(0, 24), max_size=8), st.text(max_size=8))
+def test_bytes_however_cut(noise: bytes, places: list[int], text: str) -> None:
+    """Tokens of a byte-level vocabulary end anywhere in a character: no piece has half of one."""
+    for data in (noise, text.encode()):
+        ends = sorted({place % (len(data) + 1) for place in places})
+        tokens = [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
+        got = pieces(ByteDetokenizer(lambda token, tokens=tokens: tokens[token]), list(range(len(tokens))))
+        assert "".join(got) == data.decode(errors="replace")
+        if data is not noise:
+            assert sum(piece.count("\ufffd") for piece in got) == text.count("\ufffd")
+            assert all(piece == piece.encode().decode() for piece in got)
 
 
 @pytest.fixture(scope="module")
