@@ -48,6 +48,9 @@ class OneDecision:
         self.looks += 1
         return Decision(Layout.DP, "it was said so", "crowd") if self.looks == 3 else None
 
+    def expected_s(self, plan: Plan) -> float:
+        return 0.01
+
     def explain(self) -> dict[str, object]:
         return {}
 

@@ -12,6 +12,8 @@ from splash_trt import link
 from splash_trt.link import (
     Cancel,
     Decided,
+    Explain,
+    Explanation,
     Frames,
     LayoutCapacity,
     LayoutReply,
@@ -22,10 +24,10 @@ from splash_trt.link import (
     Submit,
     SwitchReport,
 )
-from splash_trt.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob
+from splash_trt.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams, TokenDelta, TokenLogprob
 
 RUNS = settings(deadline=None, derandomize=True)
-IDS = st.integers(0, 2**31)
+IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.lists(
     st.builds(
         TokenLogprob,
@@ -35,18 +37,28 @@ LOGPROBS = st.lists(
     ),
     max_size=3,
 ).map(tuple)
-SAMPLING = st.builds(
-    SamplingParams,
+GRAMMARS = st.one_of(
+    st.just(Grammar(GrammarKind.JSON_OBJECT)),
+    st.builds(Grammar, st.just(GrammarKind.REGEX), st.text(st.characters(codec="utf-8"), min_size=1)),
+)
+PARAMETERS: dict[str, Any] = dict(
     max_tokens=st.integers(1, 2**40),
     temperature=st.floats(0, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.5, 2),
+    logit_bias=st.dictionaries(IDS, st.floats(-100, 100), max_size=3),
     top_k=st.integers(0, 2**40),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
     seed=st.none() | st.integers(0, 2**63 - 1),
     stop_token_ids=st.lists(IDS, max_size=4).map(tuple),
-    ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
+)
+SAMPLING = st.one_of(
+    st.builds(SamplingParams, ignore_eos=st.booleans(), **PARAMETERS),
+    st.builds(SamplingParams, grammar=GRAMMARS, **PARAMETERS),
 )
 REQUESTS = st.builds(
     Request,
@@ -60,6 +72,7 @@ TO_ENGINE = st.one_of(
     st.builds(Submit, REQUESTS),
     st.builds(Cancel, st.text()),
     st.builds(SetLayout, st.integers(0, 2**40), st.text(), st.booleans()),
+    st.builds(Explain, st.integers(0, 2**40)),
     st.builds(Shutdown, st.booleans()),
 )
 DELTAS = st.builds(
@@ -97,6 +110,7 @@ FROM_ENGINE = st.one_of(
     ),
     st.builds(SwitchReport, st.text(), COUNT, RECORDS),
     st.builds(LayoutReply, st.text(), COUNT, st.none() | st.text()),
+    st.builds(Explanation, st.text(), COUNT, RECORDS),
 )
 
 
