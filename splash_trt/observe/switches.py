@@ -35,7 +35,7 @@ class SwitchMetrics:
         self._size = histogram("moved_bytes", "The same of one switch", [*ends, "kind"], _BYTES)
         self._seconds = histogram("seconds", "From a switch's begin to its end", [*ends, "outcome"], _STATE_S)
         self._state_s = histogram("state_seconds", "Time that a switch spent in a state", [*ends, "state"], _STATE_S)
-        help_text = "Time of steps that moved something over that of like steps that did not; 1: no slower"
+        help_text = "Time of steps that moved something over what they would have taken otherwise; 1: no slower"
         self._step_ratio = histogram("step_time_ratio", help_text, ends, _RATIO)
         help_text = "The slowest rank's gap before the first step in the new layout, less the median gap"
         self._stall_s = histogram("stall_seconds", help_text, ends, _STALL_S)
