@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splash_trt.runtime.sampler import column_blocks
-
 _FIRST_ROWS = 8
 
 
@@ -40,8 +38,8 @@ class Penalties:
         self._free: list[int] = []
         self._output = torch.zeros(0, share.width, dtype=torch.int32)
         """[P, V]: times that the id is in the output."""
-        self._prompt = torch.zeros(0, share.width, dtype=torch.bool)
-        """[P, V]: the id is in the prompt of a slot with a repetition penalty."""
+        self._seen = torch.zeros(0, share.width, dtype=torch.bool)
+        """[P, V]: the id is in the output, or in the prompt of a slot with a repetition penalty."""
         self._amounts = np.zeros((max_slots, 3))
         """[slots, 3]: repetition, frequency, presence."""
 
@@ -51,8 +49,9 @@ class Penalties:
             self._grow()
         row = self._row[slot] = self._free.pop()
         self._amounts[slot] = amounts
-        self._output[row] = torch.from_numpy(self._counts(output))
-        self._prompt[row] = torch.from_numpy(self._counts(prompt) > 0)
+        counts = torch.from_numpy(self._counts(output))
+        self._output[row] = counts
+        self._seen[row] = (counts > 0) | torch.from_numpy(self._counts(prompt) > 0)
 
     def close(self, slot: int) -> None:
         if self._row[slot] >= 0:
@@ -66,25 +65,25 @@ class Penalties:
         mine = row >= 0
         index = torch.from_numpy(row[mine]), torch.from_numpy(column[mine])
         self._output.index_put_(index, torch.ones(len(index[0]), dtype=torch.int32), accumulate=True)
+        self._seen[index] = True
 
     def apply(self, x: Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Penalise those of the rows [R] of x [W, V] whose slots [R] have a penalty, in place, some columns at a time.
+        """Penalise those of the rows [R] of x [W, V] whose slots [R] have a penalty, in place.
 
+        Only ids that were seen are touched: all of [R, V] would cost half of what drawing the tokens does.
         repetition: transformers' RepetitionPenaltyLogitsProcessor; frequency, presence: OpenAI's API reference.
         """
         mine = self._row[slots] >= 0
         if not mine.any():
             return
-        slots, where = slots[mine], torch.from_numpy(rows[mine])
+        slots = slots[mine]
         counted = torch.from_numpy(self._row[slots])
-        amounts = torch.from_numpy(self._amounts[slots]).to(x.dtype)
-        repetition, frequency, presence = amounts[:, :1], amounts[:, 1:2], amounts[:, 2:]
-        for block in column_blocks(x):
-            part, output = x[where, block], self._output[counted, block]
-            once = output > 0
-            scaled = torch.where(part > 0, part / repetition, part * repetition)
-            part = torch.where(once | self._prompt[counted, block], scaled, part)
-            x[where, block] = part.sub_(frequency * output).sub_(presence * once)
+        which, column = self._seen[counted].nonzero(as_tuple=True)
+        where = torch.from_numpy(rows[mine])[which], column
+        values, times = x[where], self._output[counted[which], column]
+        repetition, frequency, presence = torch.from_numpy(self._amounts[slots]).to(x.dtype)[which].unbind(1)
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        x[where] = values.sub_(frequency * times).sub_(presence * (times > 0))
 
     def _counts(self, ids: np.ndarray) -> np.ndarray:
         """[V] int32."""
@@ -95,5 +94,5 @@ class Penalties:
         before = len(self._output)
         more = max(_FIRST_ROWS, before)
         self._output = torch.cat([self._output, self._output.new_zeros(more, self._share.width)])
-        self._prompt = torch.cat([self._prompt, self._prompt.new_zeros(more, self._share.width)])
+        self._seen = torch.cat([self._seen, self._seen.new_zeros(more, self._share.width)])
         self._free = list(range(before + more - 1, before - 1, -1))
