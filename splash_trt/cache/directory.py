@@ -21,6 +21,8 @@ from splash_trt.cache.pool import PagePool
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.plan import NO_PAGE
 
+REPLICATED, OWNED, STRIPED = (int(kind) for kind in PlacementKind)  # numpy is slow to compare with an enumeration
+
 
 @dataclass
 class Entry:
@@ -65,10 +67,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Pages of rank `rank` that may be reused once plan `step` has completed."""
+    """Pages `pages` [K] of ranks `ranks` [K] that may be reused once plan `step` has completed."""
 
     step: int
-    rank: int
+    ranks: np.ndarray
     pages: np.ndarray
 
 
@@ -113,16 +115,16 @@ class Directory:
 
     def leaving_pages(self) -> np.ndarray:
         """[N] int64: pages below their pool's limit that come free when the plans in flight have completed."""
-        total = np.zeros(self.num_ranks, np.int64)
+        limits, total = self.limits(), np.zeros(self.num_ranks, np.int64)
         for leaving in self._leaving:
-            total[leaving.rank] += np.count_nonzero(leaving.pages < self.pools[leaving.rank].limit)
+            total += np.bincount(leaving.ranks[leaving.pages < limits[leaving.ranks]], minlength=self.num_ranks)
         return total
 
     def _all_leaving(self) -> np.ndarray:
         """[N] int64: leaving pages of each rank, below the limit or not."""
         total = np.zeros(self.num_ranks, np.int64)
         for leaving in self._leaving:
-            total[leaving.rank] += len(leaving.pages)
+            total += np.bincount(leaving.ranks, minlength=self.num_ranks)
         return total
 
     def set_limits(self, limits: Sequence[int], *, step: int = 0) -> None:
@@ -133,7 +135,8 @@ class Directory:
             if step and limit > before:
                 free = pool.allocate(pool.num_free)
                 pool.free(free[free < before])
-                self._leave(rank, free[free >= before], step)
+                added = free[free >= before]
+                self._leave(np.full(len(added), rank), added, step)
 
     def live_pages(self) -> np.ndarray:
         """[N] int64: pages that requests hold, those that are leaving not counted."""
@@ -194,9 +197,9 @@ class Directory:
         """[n] bool: which of the requests `index` [n] have a page on `rank`, by their placements."""
         t = self._tables
         distance = (rank - t.home[index]) % self.num_ranks  # STRIPED: of the first page that the rank holds
-        distance[t.kind[index] == PlacementKind.REPLICATED] = 0
+        distance[t.kind[index] == REPLICATED] = 0
         held = t.num_pages[index] > distance
-        held[(t.kind[index] == PlacementKind.OWNED) & (distance > 0)] = False
+        held[(t.kind[index] == OWNED) & (distance > 0)] = False
         return held
 
     def grow_each(self, index: np.ndarray) -> tuple[int, Added]:
@@ -266,9 +269,8 @@ class Directory:
             kept, lost = lost, kept
             entry.placement = entry.target
             self._tables.commit(entry.index)
-        gone = (lost != NO_PAGE) & (kept != lost)
-        for rank in range(self.num_ranks):
-            self._leave(rank, lost[gone[:, rank], rank], step)
+        page_index, ranks = np.nonzero((lost != NO_PAGE) & (kept != lost))
+        self._leave(ranks, lost[page_index, ranks], step)
         self._aim(entry, None)
 
     def replace(self, request_id: str, rank: int, page_index: int, page: int, *, step: int) -> bool:
@@ -282,35 +284,44 @@ class Directory:
         shared = entry.target is not None and entry.target_page(page_index, rank) == old
         if shared:
             self._tables.set_target_page(entry.index, page_index, rank, page)
-        self._leave(rank, np.array([old]), step)
+        self._leave(np.array([rank]), np.array([old]), step)
         return shared
 
     def close(self, request_id: str, *, step: int) -> None:
         """Forget a request; its pages are free once plan `step`, the last one sent, has completed."""
         entry = self._entries.pop(request_id)
-        alone = entry.target is None and entry.placement.kind is PlacementKind.OWNED
-        for rank in [entry.placement.home] if alone else range(self.num_ranks):
-            self._leave(rank, entry.held(rank), step)
+        pages = entry.table
+        if entry.target is not None:
+            others = entry.target_table
+            pages = np.concatenate([pages, np.where(others == pages, NO_PAGE, others)])
+        page_index, ranks = np.nonzero(pages != NO_PAGE)
+        self._leave(ranks, pages[page_index, ranks], step)
         self._aim(entry, None)
         self._tables.close(entry.index)
 
     def _allocate(self, wanted: np.ndarray) -> np.ndarray:
         """[n, N] int32: a new page of rank n wherever wanted[i, n], NO_PAGE elsewhere."""
         pages = np.full(wanted.shape, NO_PAGE, np.int32)
-        counts = np.count_nonzero(wanted, axis=0)
-        for rank in np.flatnonzero(counts).tolist():
-            pages[wanted[:, rank], rank] = self.pools[rank].allocate(int(counts[rank]))
+        for rank, count in enumerate(wanted.sum(axis=0).tolist()):
+            if count:
+                pages[wanted[:, rank], rank] = self.pools[rank].allocate(count)
         return pages
 
-    def _leave(self, rank: int, pages: np.ndarray, step: int) -> None:
+    def _leave(self, ranks: np.ndarray, pages: np.ndarray, step: int) -> None:
         if len(pages):
-            self._leaving.append(Leaving(step, rank, pages))
+            self._leaving.append(Leaving(step, ranks, pages))
 
     def completed(self, step: int) -> None:
         """Plan `step` and all before it have completed on all ranks."""
+        done = []
         while self._leaving and self._leaving[0].step <= step:
-            leaving = self._leaving.popleft()
-            self.pools[leaving.rank].free(leaving.pages)
+            done.append(self._leaving.popleft())
+        if done:
+            ranks = np.concatenate([leaving.ranks for leaving in done])
+            pages = np.concatenate([leaving.pages for leaving in done])
+            for rank, count in enumerate(np.bincount(ranks).tolist()):
+                if count:
+                    self.pools[rank].free(pages[ranks == rank])
 
     def check(self) -> None:
         """Pools balance, and what they hold is what entries and leaving pages say, each page exactly once."""
@@ -328,7 +339,8 @@ class Directory:
             for rank in range(self.num_ranks):
                 held[rank] += entry.held(rank).tolist()
         for leaving in self._leaving:
-            held[leaving.rank] += leaving.pages.tolist()
+            for rank, page in zip(leaving.ranks.tolist(), leaving.pages.tolist(), strict=True):
+                held[rank].append(page)
         for rank, pool in enumerate(self.pools):
             pool.check()
             assert len(held[rank]) == len(set(held[rank])), f"rank {rank}: a page has two users"
@@ -337,9 +349,8 @@ class Directory:
 
 def _holders(kind: np.ndarray, home: np.ndarray, page: np.ndarray, num_ranks: int) -> np.ndarray:
     """[n, N] bool: what Placement.holders says of page `page` [n] of placements of `kind` and `home` [n]."""
-    rank = np.where(kind == PlacementKind.STRIPED, home + page, home) % num_ranks
-    mask = rank[:, None] == np.arange(num_ranks)
-    mask[kind == PlacementKind.REPLICATED] = True
+    rank = (home + page * (kind == STRIPED)) % num_ranks
+    mask = (rank[:, None] == np.arange(num_ranks)) | (kind == REPLICATED)[:, None]
     mask[kind == NO_TARGET] = False
     return mask
 

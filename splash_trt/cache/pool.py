@@ -31,7 +31,7 @@ class PagePool:
         """[count] int64: the lowest free pages, ascending; the caller has checked num_free."""
         assert 0 <= count <= self.num_free, (count, self.num_free)
         width = 2 * count + 64
-        while len(found := np.flatnonzero(self._states[self._lowest : self._lowest + width] == FREE)) < count:
+        while len(found := (self._states[self._lowest : self._lowest + width] == FREE).nonzero()[0]) < count:
             width *= 4
         pages = found[:count] + self._lowest
         self._states[pages] = HELD

@@ -54,8 +54,11 @@ class RankLoads:
 
     def add(self, home: int, num_tokens: int, generated: int, limit: int) -> None:
         """A request was admitted: tokens known, of these output, most tokens."""
-        left = output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))
-        self.tokens[home] += num_tokens + float(left[0])
+        self.tokens[home] += num_tokens
+        if self._expected is None:
+            self.tokens[home] += (limit - num_tokens) / 2
+        else:
+            self.tokens[home] += output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))[0]
         self.requests[home] += 1
 
 
@@ -72,13 +75,16 @@ def place(
 
     Among the ranks with room the owner (OWNED) or home (STRIPED) is the one with the lightest load.
     """
-    num_ranks, limits = directory.num_ranks, directory.limits()
-    room = directory.free_pages() - reserve(loads.requests)
+    limits, room = directory.limits(), directory.free_pages() - reserve(loads.requests)
     for home in [0] if kind is PlacementKind.REPLICATED else loads.lightest_first():
         placement = Placement(kind, home)
         target = target_for(placement)
-        now = directory.needed_by(placement, target, 0, num_pages)
-        final = placement.pages_per_rank(final_pages, num_ranks)
-        if (now <= np.where(now > 0, room, now)).all() and (final <= limits).all():
+        if kind is PlacementKind.OWNED and target is None:
+            fits = num_pages <= room[home] and final_pages <= limits[home]
+        else:
+            now = directory.needed_by(placement, target, 0, num_pages)
+            final = placement.pages_per_rank(final_pages, directory.num_ranks)
+            fits = bool(((now <= room) | (now == 0)).all() and (final <= limits).all())
+        if fits:
             return placement, target
     return None

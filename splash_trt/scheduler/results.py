@@ -18,12 +18,11 @@ def take_in(
 
     Most rows bring one token of a request that goes on and wants nothing else: they take the short way.
     """
-    deltas, step, tokens, errors = [], result.step, result.token.tolist(), result.errors
-    for row, begin, stop in _wanted_of_rows(plan):
-        sequence = sequences[row]
+    deltas, step, errors = [], result.step, result.errors
+    for sequence, token, begin, stop in _wanted(plan, sequences, result):
         if step <= sequence.void_through:
             continue
-        known, token = sequence.tokens, tokens[begin]
+        known = sequence.tokens
         goes_on = sequence.first_total <= len(known) < sequence.plain_below and token not in sequence.stops
         if goes_on and not errors:
             known.append(token)
@@ -33,16 +32,18 @@ def take_in(
     return deltas
 
 
-def _wanted_of_rows(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(row, first and end of its wanted positions), for every row that has some."""
-    if not len(plan.want_index):
+def _wanted(plan: Plan, sequences: list[Sequence], result: StepResult) -> Iterator[tuple[Sequence, int, int, int]]:
+    """For every row with wanted positions: its sequence, the first one's token, the first one and the end of them."""
+    tokens, count = result.token.tolist(), len(plan.want_index)
+    if count == plan.num_rows == plan.num_tokens:
+        return zip(sequences, tokens, range(count), range(1, count + 1), strict=True)
+    if count == 0:
         return iter(())
-    row = plan.want_index  # the rows themselves where each has one token
-    if plan.num_tokens != plan.num_rows:
-        row = np.searchsorted(np.cumsum(plan.count), plan.want_index, side="right")
-    ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
+    row = np.searchsorted(np.cumsum(plan.count), plan.want_index, side="right")
+    ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), count]
     begins = [0, *ends[:-1]]
-    return zip(row[begins].tolist(), begins, ends, strict=True)
+    rows = row[begins].tolist()
+    return zip([sequences[r] for r in rows], [tokens[b] for b in begins], begins, ends, strict=True)
 
 
 def _take(

@@ -144,6 +144,7 @@ class Scheduler:
         if sequence is None:
             return None
         self._end(sequence, FinishReason.CANCELLED)
+        self._reclaim()
         return TokenDelta(request_id, (), finish=FinishReason.CANCELLED, error=reason)
 
     def expire(self, now: float) -> list[TokenDelta]:
@@ -152,11 +153,9 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._deadlines)
             sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.arrival == arrival:
-                self._end(sequence, FinishReason.CANCELLED)
-                error = "deadline_s has passed"
-                deltas.append(TokenDelta(request_id, (), finish=FinishReason.CANCELLED, error=error))
-        return deltas
+            if sequence is not None and sequence.arrival == arrival:  # not one that ended, or a later one of this id
+                deltas.append(self.cancel(request_id, "deadline_s has passed"))
+        return [delta for delta in deltas if delta is not None]
 
     def switch(self, layout: Layout, why: str, *, owners: dict[str, int] | None = None) -> None:
         """Go to `layout` as soon as can be; owners: ranks by request id, for single requests (see Switcher.request)."""
@@ -329,7 +328,6 @@ class Scheduler:
             self._free_cache(sequence)
         else:
             self._queue.remove(sequence)
-        self._reclaim()
 
     def _free_cache(self, sequence: Sequence) -> None:
         self._ledger.close(sequence, closed_after=self._step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from splash_trt.layout.switch import State
 from splash_trt.migration.diff import Sizes
 from splash_trt.plan import LAST_SAMPLED, SAMPLE, Plan, StepResult, decode, encode
 from splash_trt.request import Request, SamplingParams
+from splash_trt.scheduler.admission import ExpectedOutput
 from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.scheduler.switcher import Switcher
 from tests.oracles.simulated_ranks import VOCAB, Outputs, SimulatedRanks, Traffic
@@ -28,7 +30,13 @@ def request(name: str, prompt: int | tuple[int, ...] = 4, max_tokens: int = 8, *
     return Request(id=name, prompt=ids, sampling=SamplingParams(max_tokens=max_tokens, **more), **fields)
 
 
-def new_scheduler(config: EngineConfig, sizes: Sizes, request_tokens: int, max_context: int) -> Scheduler:
+def new_scheduler(
+    config: EngineConfig,
+    sizes: Sizes,
+    request_tokens: int,
+    max_context: int,
+    expected_output: ExpectedOutput = None,
+) -> Scheduler:
     return Scheduler(
         config,
         sizes=sizes,
@@ -36,6 +44,7 @@ def new_scheduler(config: EngineConfig, sizes: Sizes, request_tokens: int, max_c
         vocab_size=VOCAB,
         max_context=max_context,
         eos_token_ids=(EOS,),
+        expected_output=expected_output,
     )
 
 
@@ -71,6 +80,7 @@ class CheckedScheduler:
         layout: Layout = Layout.TP,
         max_context: int = 1 << 20,
         plans_in_flight: int = 2,
+        expected_output: ExpectedOutput = None,
         **config: Any,
     ) -> None:
         config = {"page_tokens": 4, "max_batch_tokens": 32, "max_running": 8, **config}
@@ -87,7 +97,7 @@ class CheckedScheduler:
             longest_request(each, self.sizes.pages[SPECS[each].residency]) for each in self.config.allowed_layouts
         )
         self.request_tokens = self.capacity_pages * self.config.page_tokens
-        self.scheduler = new_scheduler(self.config, self.sizes, self.request_tokens, max_context)
+        self.scheduler = new_scheduler(self.config, self.sizes, self.request_tokens, max_context, expected_output)
         self.max_context = max_context
         self.ranks = SimulatedRanks(self.config, self.sizes)
         self.outputs = Outputs()
@@ -172,6 +182,14 @@ class CheckedScheduler:
             f"not idle after {max_steps} steps: {self.scheduler.num_running} running, "
             f"{self.scheduler.num_waiting} waiting, free pages {self.scheduler.directory.free_pages()}"
         )
+
+    def run_until(self, reached: Callable[[], bool], max_steps: int = 2000) -> None:
+        """Step until something is so."""
+        for _ in range(max_steps):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not reached after {max_steps} steps")
 
     def settle(self, max_steps: int = 2000, now: float = 0.0) -> int:
         """Step until no switch is under way or waits to begin; the number of steps."""

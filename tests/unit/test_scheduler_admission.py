@@ -7,6 +7,7 @@ import pytest
 
 from splash_trt.config import Layout
 from splash_trt.plan import Plan
+from splash_trt.scheduler.admission import ExpectedOutput, output_left
 from tests.oracles.checked_scheduler import CheckedScheduler, request
 from tests.oracles.simulated_ranks import expected_tokens
 
@@ -147,3 +148,50 @@ def test_a_long_prompt_leaves_room_for_decodes() -> None:
         plan = c.step()
         assert plan is not None and plan.num_rows == 4 and plan.num_tokens == 8
     c.run()
+
+
+# Load decides
+
+
+def _loaded(expected_output: ExpectedOutput = None) -> tuple[CheckedScheduler, np.ndarray]:
+    """Rank 0 runs a long request when 64 short ones arrive at once; how many of these each rank got."""
+    c = CheckedScheduler(
+        (400,) * 4, layout=Layout.DP, max_running=80, max_batch_tokens=1024, expected_output=expected_output
+    )
+    c.add(request("a", 200, 400), *[request(f"b{i}", 4, 1) for i in range(3)])
+    c.step()
+    c.run_until(lambda: all(f"b{i}" in c.outputs.finish for i in range(3)))
+    c.add(*[request(f"r{i:02d}", 14, 1) for i in range(64)])
+    first = len(c.plans)
+    c.step()
+    return c, np.array(_homes(c.plans[first:], 4))
+
+
+def test_a_burst_goes_round_a_rank_that_is_loaded_already() -> None:
+    c, homes = _loaded()
+    assert homes.sum() == 64 and 0 < homes[0] < homes[1:].min() - 3
+    assert homes[1:].max() - homes[1:].min() <= 1
+    assert c.scheduler.num_waiting == 0
+
+
+def test_what_is_still_to_come_counts_as_much_as_what_is_held() -> None:
+    """Believed to end at once, the long request weighs less; believed to go on to its limit, more."""
+    shares = [_loaded(expected)[1][0] for expected in (0.0, None, 1e9)]
+    assert shares[0] > shares[1] > shares[2]
+    by_call = _loaded(lambda generated: np.full(len(generated), 1e9))[1][0]
+    assert by_call == shares[2]
+
+
+@pytest.mark.parametrize(
+    ("expected", "left"),
+    [(None, [5, 0, 2]), (8.0, [8, 0, 0]), (3.0, [3, 0, 0]), (lambda generated: generated + 2.0, [2, 0, 4])],
+)
+def test_expected_output_is_kept_to_the_limits(expected: ExpectedOutput, left: list[float]) -> None:
+    assert output_left(expected, np.array([0, 9, 20]), np.array([10, 0, 4])).tolist() == left
+
+
+def test_equal_loads_go_to_the_lower_rank() -> None:
+    c = CheckedScheduler((40,) * 3, layout=Layout.DP)
+    c.add(*[request(name, 4, 8) for name in ("a", "b", "c", "d")])
+    c.step()
+    assert c.plans[0].home.tolist() == [0, 1, 2, 0]

@@ -132,7 +132,7 @@ def scheduler_key(c: CheckedScheduler) -> Hashable:
             (name, entry.placement, entry.table.tobytes(), entry.target, entry.target and entry.target_table.tobytes())
             for name, entry in sorted((name, directory[name]) for name in directory)
         ),
-        tuple((max(left.step, done) - sent, left.rank, left.pages.tobytes()) for left in directory._leaving),
+        tuple((max(left.step, done) - sent, left.ranks.tobytes(), left.pages.tobytes()) for left in directory._leaving),
         tuple((pool.limit, pool._states.tobytes().rstrip(bytes([GONE]))) for pool in directory.pools),
         (sent - done, switcher.layout, switcher.state, str(switcher._goal), str(switcher._route)),
         (switcher._retargeted, max(switcher._last_work, done) - sent, max(switcher._drain, done) - sent),
