@@ -25,6 +25,7 @@ from splash_trt.worker import Worker, start_worker
 STEPS = 3  # timed in a visit of a cell
 LONG_S = 0.3  # of steps that take longer, a visit times one
 MIN_CELLS = 16
+REFERENCE_ROWS = ((31, 1, 0), (31, 1, 0))  # two requests of one page each
 TELL_S = 5.0  # between two words on how far it is
 PRODUCT_SIZE = 384
 
@@ -103,13 +104,18 @@ def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progr
     """Rank 0: medians by cell, None for those that there was no time for (but for MIN_CELLS).
 
     Rounds over the cells go on until `seconds` are over, each in another order, so that what else the machine does
-    meanwhile hits all alike, and a first round that is cut short leaves out cells by chance. What the first steps of a
-    run take is thrown away with the first visit.
+    meanwhile hits all alike, and a first round that is cut short leaves out cells by chance. Before and after each
+    visit the same reference cell is visited: a visit's times count by how many of the reference's they are, since a
+    shared machine is slower at one time than at another by more than what is to be found out. What the first steps of a
+    run take is thrown away.
     """
     order, source = list(range(len(cells))), random.Random(1)
     times: list[list[float]] = [[] for _ in cells]
     batches: list[Batch | None] = [None] * len(cells)
-    bench.visit(cells[0])
+    reference = Cell(layout=cells[0].layout, rows=REFERENCE_ROWS)
+    bench.visit(reference)
+    before = bench.visit(reference)[1]
+    all_references = list(before)
     begin = told = time.monotonic()
     visits = 0
     while visits < MIN_CELLS or time.monotonic() - begin < seconds:
@@ -117,15 +123,19 @@ def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progr
             source.shuffle(order)
         index = order[visits % len(cells)]
         batches[index], found = bench.visit(cells[index])
-        times[index] += found
+        after = bench.visit(reference)[1]
+        times[index] += [t / float(np.median([*before, *after])) for t in found]
+        all_references += after
+        before = after
         visits += 1
         now = time.monotonic()
         if now - told > TELL_S:
             told = now
             share = min(1.0, (now - begin) / seconds) if seconds else 1.0
             progress(f"{share:.0%}: {visits} visits of {len(cells)} steps")
+    unit = float(np.median(all_references))
     return [
-        None if batch is None else Sample(batch, float(np.median(found)))
+        None if batch is None else Sample(batch, unit * float(np.median(found)))
         for batch, found in zip(batches, times, strict=True)
     ]
 
