@@ -105,6 +105,7 @@ setup(
     python_requires=">=3.10",
     package_dir=FOLDERS,
     packages=packages(),
+    package_data={"splash_trt.frontend.dashboard": ["static/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     entry_points={"console_scripts": ["splash-trt = splash_trt.cli:main"]},

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from splash_trt.frontend.client_socket import Completion
+from splash_trt.frontend.dashboard import routes as dashboard
+from splash_trt.frontend.dashboard.history import History
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.generation_routes import GenerationRoutes
 from splash_trt.frontend.openapi import OpenApiRoutes
@@ -30,10 +32,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Frontend:
     """Serves one model. api_key None: everybody is served."""
 
-    def __init__(self, serving: Serving, *, api_key: str | None = None, key_for_metrics: bool = False) -> None:
+    def __init__(
+        self, serving: Serving, history: History, *, api_key: str | None = None, key_for_metrics: bool = False
+    ) -> None:
         self._serving = serving
+        self._history = history
         self._key_digest = None if api_key is None else _digest(api_key.encode())
-        self._open_paths = {*OPEN_PATHS, *(() if key_for_metrics else ("/metrics",))}
+        self._open_paths = {*OPEN_PATHS, *dashboard.PATHS, *(() if key_for_metrics else ("/metrics",))}
         self._generation = GenerationRoutes(serving)
 
     @property
@@ -51,6 +56,7 @@ class Frontend:
             self._generation,
             TextRoutes(self._serving),
             OperatorRoutes(self._serving),
+            dashboard.DashboardRoutes(self._history),
             OpenApiRoutes(has_key=self._key_digest is not None, open_paths=self._open_paths),
         ):
             routes.add_to(app.router)

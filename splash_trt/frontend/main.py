@@ -23,6 +23,7 @@ from splash_trt.frontend.app import Frontend
 from splash_trt.frontend.beside import Beside
 from splash_trt.frontend.client_socket import ClientSocket
 from splash_trt.frontend.connection import listen
+from splash_trt.frontend.dashboard.history import History
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import engine_ended, unavailable
 from splash_trt.frontend.grammars import Grammars
@@ -77,10 +78,11 @@ async def run(options: Options) -> int:
 
         spans = open_spans(options.otlp_endpoint, options.model_name)
     metrics = Metrics(options.model_name, spans)
-    engine = EngineClient(options.engine, metrics)
+    history = History(metrics)
+    engine = EngineClient(options.engine, history)
     metrics.watch(lambda: engine.status, lambda: engine.ready)
     serving = serving_of(options, engine, metrics)
-    frontend = Frontend(serving, api_key=options.key(), key_for_metrics=options.api_key_for_metrics)
+    frontend = Frontend(serving, history, api_key=options.key(), key_for_metrics=options.api_key_for_metrics)
     clients = None
     if options.client_endpoint is not None:
         clients = ClientSocket(options.client_endpoint, frontend, options.model_name, options.max_body_bytes)

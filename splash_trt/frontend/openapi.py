@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from splash_trt.frontend.chat import ChatBody
+from splash_trt.frontend.dashboard.history import Timeline
 from splash_trt.frontend.errors import ErrorBody
 from splash_trt.frontend.operator_routes import (
     Health,
@@ -66,6 +67,7 @@ def _query(name: str, schema: dict[str, Any], description: str) -> dict[str, Any
 
 
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_AFTER = _query("after", {"type": "integer", "minimum": 0, "maximum": 10**12 - 1}, "What has come since that second")
 _EXPLAIN = _query("explain", {"enum": ["0", "1", "true", "false"]}, "Also say why the layout is what it is")
 
 ROUTES = (
@@ -84,6 +86,8 @@ ROUTES = (
         errors=(*ASKING, 500, 504),
     ),
     Route("get", "/v1/switches", "The latest switches between layouts", Switches),
+    Route("get", "/v1/timeline", "The last half hour by seconds", Timeline, errors=(400,), parameters=(_AFTER,)),
+    Route("get", "/dashboard", "A page that shows the layout, the load and the switches", "text/html"),
     Route("get", "/healthz", "Whether the engine is there", Health, unready=Health),
     Route("get", "/readyz", "Whether requests are served and steps complete", Readiness, unready=Readiness),
     Route("get", "/metrics", "For Prometheus", "text/plain"),
