@@ -91,6 +91,8 @@ class Directory:
         self._tables = PageTable(len(limits))
         self._num_targets = 0
         self._leaving: deque[Leaving] = deque()
+        self._below: np.ndarray | None = None  # [N] what leaving_pages says while limits are _below_limits
+        self._below_limits = self.limits()
 
     @property
     def num_ranks(self) -> int:
@@ -115,10 +117,17 @@ class Directory:
 
     def leaving_pages(self) -> np.ndarray:
         """[N] int64: pages below their pool's limit that come free when the plans in flight have completed."""
-        limits, total = self.limits(), np.zeros(self.num_ranks, np.int64)
-        for leaving in self._leaving:
-            total += np.bincount(leaving.ranks[leaving.pages < limits[leaving.ranks]], minlength=self.num_ranks)
-        return total
+        limits = self.limits()
+        if self._below is None or (limits != self._below_limits).any():
+            self._below, self._below_limits = np.zeros(self.num_ranks, np.int64), limits
+            for leaving in self._leaving:
+                self._count(leaving)
+        return self._below.copy()
+
+    def _count(self, leaving: Leaving) -> None:
+        if self._below is not None:
+            below = leaving.pages < self._below_limits[leaving.ranks]
+            self._below += np.bincount(leaving.ranks[below], minlength=self.num_ranks)
 
     def _all_leaving(self) -> np.ndarray:
         """[N] int64: leaving pages of each rank, below the limit or not."""
@@ -310,6 +319,7 @@ class Directory:
     def _leave(self, ranks: np.ndarray, pages: np.ndarray, step: int) -> None:
         if len(pages):
             self._leaving.append(Leaving(step, ranks, pages))
+            self._count(self._leaving[-1])
 
     def completed(self, step: int) -> None:
         """Plan `step` and all before it have completed on all ranks."""
@@ -317,6 +327,7 @@ class Directory:
         while self._leaving and self._leaving[0].step <= step:
             done.append(self._leaving.popleft())
         if done:
+            self._below = None
             ranks = np.concatenate([leaving.ranks for leaving in done])
             pages = np.concatenate([leaving.pages for leaving in done])
             for rank, count in enumerate(np.bincount(ranks).tolist()):

@@ -58,7 +58,9 @@ class Ledger:
         live = self.live()
         there = live[self.directory.present(rank, self.slots.entry[live])]
         assert len(there), f"rank {rank} is full, yet no request has a page there"
-        return int(self.slots.senior_first(there)[-1])
+        ranks = self.slots.rank[there]
+        last = there[ranks == ranks.min()]
+        return int(last[self.slots.arrival[last].argmax()])
 
     def shortfall(self, slot: int) -> np.ndarray:
         """[N] int64: pages that ranks lack for one more page of this slot's request."""
