@@ -71,7 +71,7 @@ class Client:
     """A message that its queue had no room for."""
 
 
-def check_endpoint(endpoint: str) -> None:
+def check_endpoint(endpoint: str, field: str = "client_endpoint") -> None:
     """ValueError unless it is a Unix socket or a port of this machine: whoever connects is served unasked."""
     kind, _, where = endpoint.partition("://")
     host, _, port = where.rpartition(":")
@@ -79,7 +79,7 @@ def check_endpoint(endpoint: str) -> None:
         return
     if kind != "tcp" or host not in LOOPBACK or not port.isdecimal() or not 0 < int(port) < 65536:
         allowed = "ipc:///path/of/socket or tcp://127.0.0.1:PORT"
-        raise ValueError(f"client_endpoint: {endpoint!r} is not allowed; it must be {allowed}")
+        raise ValueError(f"{field}: {endpoint!r} is not allowed; it must be {allowed}")
 
 
 class ClientSocket:
@@ -100,6 +100,11 @@ class ClientSocket:
     def busy(self) -> bool:
         """A client has yet to be told everything of some request."""
         return any(client.jobs or client.unsent for client in self._clients.values())
+
+    @property
+    def has_news(self) -> bool:
+        """Something waits to be sent."""
+        return any(client.news or client.unsent is not None for client in self._clients.values())
 
     def start(self) -> None:
         """ValueError if nothing can listen there."""
@@ -206,6 +211,7 @@ class ClientSocket:
                     await self._send_unsent(name, client)
             if any(client.unsent is not None for client in self._clients.values()):
                 await asyncio.sleep(SLOW_CLIENT_S)
+            if self.has_news:
                 self._news.set()
 
     def _frames(self, client: Client) -> Frames:

@@ -115,17 +115,17 @@ def test_a_grpc_stream(stack: Stack) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -1}, "temperature: -1"),
+    ({"temperature": -1}, "temperature: "),
     ({"random_seed": 2**63}, "random_seed: "),
     ({"min_length": -1}, "min_length: "),
-    ({"sampling_parameters": '{"top_p": 2}'}, "top_p: 2"),
+    ({"sampling_parameters": '{"top_p": 2}'}, "top_p: "),
     ({"sampling_parameters": "{"}, "sampling_parameters: this is not JSON"),
     ({"sampling_parameters": '{"temprature": 1}'}, "temprature: "),
     ({"sampling_parameters": '{"prompt": "other"}'}, "prompt: it is no sampling parameter"),
-    ({"stop_words": ["x" * 10000]}, "stop_words: "),
+    ({"stop_words": ["x" * 10000]}, "stop_words"),
     ({"bad_words": ["no"]}, "bad_words: "),
     ({"beam_width": 4}, "beam_width: 4 is not served"),
-    ({"end_id": 4000}, "end_id: 4000"),
+    ({"end_id": 4000}, "end_id: "),
     ({"text_input": ""}, "text_input: "),
     ({"text_input": "a" * 100_000}, "text_input: "),
     ({"stream": True, "exclude_input_in_output": False}, "exclude_input_in_output: false"),

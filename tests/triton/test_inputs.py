@@ -150,6 +150,7 @@ def test_errors_name_the_field_as_the_client_did() -> None:
     names = read(request(random_seed=1, stop_words=["x"], min_length=2)).names
     assert in_the_clients_words("seed: -1 is not allowed", "seed", names) == "random_seed: -1 is not allowed"
     assert in_the_clients_words("stop: too many", "stop", names) == "stop_words: too many"
+    assert in_the_clients_words("stop[1]: too long", "stop[1]", names) == "stop_words[1]: too long"
     assert in_the_clients_words("top_p: 2", "top_p", names) == "top_p: 2"
     assert in_the_clients_words("no room", None, names) == "no room"
     assert in_the_clients_words("too long", "prompt", names) == "text_input: too long"

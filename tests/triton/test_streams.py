@@ -20,7 +20,7 @@ from splash_trt.triton_backend.command import write_repository
 from tests.frontend.fake_engine import FakeEngine, ready_message
 from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
 from tests.triton.conftest import Stack
-from tests.triton.servers import TritonServer, wait_until
+from tests.triton.servers import TritonServer, free_port, wait_until
 
 ENDLESS: dict[str, Any] = {"text_input": "abc", "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true}'}
 NUM_STREAMS = 64
@@ -103,7 +103,7 @@ class OwnStack:
     """One whose parts may be killed. At most two requests may be under way."""
 
     def __init__(self, folder: Path, tokenizer_folder: Path) -> None:
-        self.link, self.endpoint = f"ipc://{folder}/own-link", f"ipc://{folder}/own-clients"
+        self.link, self.endpoint = f"ipc://{folder}/own-link", f"tcp://127.0.0.1:{free_port()}"
         self._tokenizer = str(tokenizer_folder)
         self.engine = FakeEngine(self.link, ready_message(400), step_s=0.01)
         self.engine.start()

@@ -253,8 +253,8 @@ def _decoded(value: Any, name: str) -> str:
 
 
 def in_the_clients_words(message: str, param: str | None, names: dict[str, str]) -> str:
-    """The frontend's error with the field as this request called it."""
-    name = names.get(param or "")
-    if name is None or param is None:
+    """The frontend's error with the field as this request called it. param: "seed", or "stop[0]" for a part of one."""
+    field = (param or "").partition("[")[0]
+    if field not in names:
         return message
-    return name + message.removeprefix(param) if message.startswith(f"{param}:") else f"{name}: {message}"
+    return names[field] + message.removeprefix(field) if message.startswith(field) else f"{names[field]}: {message}"

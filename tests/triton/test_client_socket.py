@@ -1,0 +1,198 @@
+"""The frontend's socket for local clients, spoken to as its messages allow and otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from splash_trt.triton_backend.repository import protocol
+from splash_trt.triton_backend.repository.protocol import Cancel, Event, Frames, Generate, Hello, Welcome
+from tests.frontend.fake_engine import FakeEngine, ready_message
+from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
+from tests.triton.servers import wait_until
+
+
+class LocalClient:
+    def __init__(self, endpoint: str, receive_queue: int = 0) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVHWM, receive_queue)
+        self._socket.connect(endpoint)
+
+    def send(self, message: protocol.ToFrontend | bytes) -> None:
+        self._socket.send(message if isinstance(message, bytes) else protocol.encode(message))
+
+    def generate(self, name: str, prompt: str, max_tokens: int, stream: bool = True, **body: Any) -> None:
+        fields = {"prompt": prompt, "max_tokens": max_tokens, **body}
+        self.send(Generate(name, json.dumps(fields).encode(), stream))
+
+    def receive(self) -> Welcome | Frames:
+        assert self._socket.poll(30_000), "nothing came"
+        return protocol.decode_from_frontend(self._socket.recv())
+
+    def events(self, until: Callable[[list[Event]], bool]) -> list[Event]:
+        """All that come until there are enough."""
+        events: list[Event] = []
+        while not until(events):
+            message = self.receive()
+            events += message.events if isinstance(message, Frames) else ()
+        return events
+
+    def answer(self) -> list[Event]:
+        """Of the one request under way."""
+        return self.events(lambda events: bool(events) and bool(events[-1].finish or events[-1].failure))
+
+    def silent(self) -> bool:
+        return not self._socket.poll(200)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+class Served:
+    def __init__(self, folder: Path, tokenizer_folder: Path) -> None:
+        link = f"ipc://{folder}/socket-link"
+        self.endpoint = f"ipc://{folder}/socket-clients"
+        self.engine = FakeEngine(link, ready_message(400), step_s=0.001)
+        self.engine.start()
+        flags = ("--tokenizer", str(tokenizer_folder), "--client-endpoint", self.endpoint, "--max-queued", "3")
+        self.frontend: FrontendProcess = wait_until_ready(start_frontend(link, "--max-body-bytes", "20000", *flags))
+
+    def close(self) -> None:
+        self.frontend.end()
+        self.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def served(socket_folder: Path, tokenizer_folder: Path) -> Iterator[Served]:
+    served = Served(socket_folder, tokenizer_folder)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[LocalClient]:
+    client = LocalClient(served.endpoint)
+    yield client
+    client.close()
+
+
+def test_a_welcome(client: LocalClient) -> None:
+    client.send(Hello())
+    welcome = client.receive()
+    assert isinstance(welcome, Welcome) and welcome.model == "echo" and welcome.version == protocol.VERSION
+
+
+def test_an_answer_in_pieces_and_whole(client: LocalClient) -> None:
+    client.generate("a", "abc", 40)
+    events = client.answer()
+    assert len(events) > 1 and "".join(event.text for event in events) == ("abc" * 14)[:40]
+    assert sum(event.num_tokens for event in events) == 40 and events[-1].finish == "length"
+    client.generate("a", "abc", 7, stream=False, logprobs=1)  # the id is free again
+    [event] = client.answer()
+    assert (event.text, event.num_tokens, event.num_prompt_tokens, len(event.logprobs)) == ("abcabca", 7, 3, 7)
+    assert event.logprobs[0].name == "a" and event.logprobs[0].top[0][1:] == ("a", -0.5)
+
+
+def test_stop_strings_are_found_here(client: LocalClient, served: Served) -> None:
+    client.generate("a", "abcdef", 4000, stop="ef")
+    events = client.answer()
+    assert "".join(event.text for event in events) == "abcd" and events[-1].finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"{", 400, None),
+        (b'{"prompt": "a", "temperature": -1}', 400, "temperature"),
+        (b'{"prompt": ["a", "b"]}', 400, "prompt"),
+        (b'{"prompt": "a", "n": 2}', 400, "n"),
+        (b'{"prompt": "a", "model": "other"}', 404, "model"),
+        (b'{"prompt": "' + b"a" * 20000 + b'"}', 413, None),
+    ],
+)
+def test_refusals(client: LocalClient, body: bytes, status: int, param: str | None) -> None:
+    client.send(Generate("a", body))
+    [event] = client.answer()
+    assert event.failure is not None and (event.failure.status, event.failure.param) == (status, param)
+
+
+def test_what_is_no_message_is_ignored(client: LocalClient) -> None:
+    for junk in (b"", b"\xc1", b"\x91" * 5000, protocol.encode(Welcome("x", "y"))):
+        client.send(junk)
+    client.send(Cancel("unknown"))
+    client.generate("a", "abc", 3)
+    assert "".join(event.text for event in client.answer()) == "abc"
+
+
+def test_cancelling(client: LocalClient, served: Served) -> None:
+    before = len(served.engine.submitted)
+    client.generate("a", "abc", 4000, ignore_eos=True)
+    client.events(lambda events: bool(events))
+    client.send(Cancel("a"))
+    [request] = served.engine.submitted[before:]
+    wait_until(lambda: request.id in served.engine.cancelled)
+    while not client.silent():
+        assert all(event.finish is None for event in client.receive().events)  # type: ignore[union-attr]
+
+
+def test_a_deadline(client: LocalClient, served: Served) -> None:
+    before = len(served.engine.submitted)
+    client.send(Generate("a", b'{"prompt": "abc", "max_tokens": 4000, "ignore_eos": true}', True, 0.2))
+    failure = client.answer()[-1].failure
+    assert failure is not None and failure.status == 504 and failure.message == "timeout: not complete within 0.2 s"
+    [request] = served.engine.submitted[before:]
+    wait_until(lambda: request.id in served.engine.cancelled)
+
+
+def test_the_queue_s_bound_holds_here_too(client: LocalClient, served: Served) -> None:
+    served.engine.paused.set()
+    try:
+        for number in range(4):
+            client.generate(str(number), "abc", 3)
+        [event] = client.events(lambda events: bool(events))
+        assert event.id == "3" and event.failure is not None and event.failure.status == 429
+        assert served.frontend.ask("POST", "/v1/completions", {"prompt": "a"}).status == 429
+    finally:
+        served.engine.paused.clear()
+    events = client.events(lambda events: sum(event.finish is not None for event in events) == 3)
+    assert {event.id for event in events} == {"0", "1", "2"}
+
+
+def test_a_client_that_goes_away_is_cancelled(served: Served) -> None:
+    client = LocalClient(served.endpoint)
+    before = len(served.engine.submitted)
+    # Nothing is sent to it before the end, so that only the connection's end tells.
+    client.generate("a", "abc", 4000, stream=False, ignore_eos=True)
+    wait_until(lambda: len(served.engine.submitted) > before)
+    client.close()
+    [request] = served.engine.submitted[before:]
+    wait_until(lambda: request.id in served.engine.cancelled)
+
+
+def test_two_clients_may_use_the_same_id(client: LocalClient, served: Served) -> None:
+    other = LocalClient(served.endpoint)
+    client.generate("a", "abc", 30)
+    other.generate("a", "xyz", 30)
+    assert "".join(event.text for event in client.answer()) == "abc" * 10
+    assert "".join(event.text for event in other.answer()) == "xyz" * 10
+    other.close()
+
+
+def test_a_client_that_reads_late_gets_everything_in_fewer_pieces(served: Served) -> None:
+    slow, quick = LocalClient(served.endpoint, receive_queue=1), LocalClient(served.endpoint)
+    slow.generate("a", "abc", 3000, ignore_eos=True, logprobs=20)
+    quick.generate("b", "abc", 3000, ignore_eos=True)
+    num_pieces = len(quick.answer())
+    events = slow.answer()
+    assert "".join(event.text for event in events) == "abc" * 1000
+    assert sum(len(event.logprobs) for event in events) == 3000
+    assert len(events) < num_pieces
+    slow.close()
+    quick.close()
