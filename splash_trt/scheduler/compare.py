@@ -87,6 +87,9 @@ class Candidate:
     fits: bool
     """There is room for what is held now."""
     switch: Switch
+    back_cost_s: float = 0.0
+    back_s: float = 0.0
+    """What coming back would cost and take."""
     times: tuple[Time, ...]
     costs: tuple[float, ...]
     """By phase, as the objective weighs them."""
@@ -142,7 +145,10 @@ class Comparer:
         later = [[self._later(load, a, b, step_s) for b in candidates] for a in candidates]
         gains = _gains(candidates, later)
         return Comparison(
-            candidates=tuple(replace(c, gain_s=gain) for c, gain in zip(candidates, gains, strict=True)),
+            candidates=tuple(
+                replace(c, gain_s=gain, back_cost_s=back[0][0], back_s=back[0][1])
+                for c, gain, back in zip(candidates, gains, later, strict=True)
+            ),
             ahead_s=stay.costs[0] if stay.costs else 0.0,
         )
 
@@ -204,7 +210,7 @@ class Comparer:
         if source is target:
             return 0.0, 0.0
         if source.layout is target.layout:
-            return math.inf, 0.0  # owners are moved now or not at all
+            return (math.inf, 0.0) if target.moves_owners else (0.0, 0.0)  # owners are moved now or not at all
         rows = np.bincount(source.homes, load.held, load.num_ranks)
         moved = transition.traffic(source.layout, target.layout, rows, self._sizes)
         steps = _steps_for(moved.busiest, load, step_s) + transition.FEW_STEPS

@@ -27,7 +27,9 @@ LOOKS = 3  # in a row that must agree on a smaller one
 DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch to it took
 MIN_DWELL_S = 0.5
 MAX_DOUBT = 16.0
-CALM_S = 60.0  # without a change: doubt halves
+CALM_S = 300.0  # without a change: doubt halves
+RETURN_CHANCE = 0.5  # that the load will soon want the present layout again
+RETURN_LOSS = 0.2  # of the time that coming back takes: what is lost meanwhile
 OBSERVE_EVERY = 4  # steps
 
 
@@ -58,7 +60,8 @@ class Policy(Protocol):
 
 
 class Doubt:
-    """How much more than its cost a change has to promise: doubled by each one that did not pay, halved by time.
+    """How much more than usual a change has to promise: doubled by each one that did not pay, halved by each that did,
+    and by time.
 
     A load that turns just after each change would otherwise be followed for ever, always too late.
     """
@@ -71,13 +74,16 @@ class Doubt:
         self._before: Layout | None = None
         self._changed = 0.0
 
-    def changed(self, before: Layout, cost_s: float, now: float) -> None:
+    def changed(self, before: Layout, best: Candidate, here: Candidate, now: float) -> None:
         """A change was decided on."""
-        if self._open and self._paid < self._cost:
-            self.factor = min(self.factor * 2, MAX_DOUBT)
-        elif self._open:
-            self.factor = max(self.factor / 2, 1.0)
-        self._before, self._cost, self._paid, self._open = before, cost_s, 0.0, True
+        if self._open:
+            back = best.layout is self._before
+            # What a change cost includes the way back, and what is lost until that is done.
+            share = max(1 - best.costs[0] / max(here.costs[0], 1e-9), 0.0)
+            lost = best.switch.cost_s + best.switch.seconds * share if back else 0.0
+            paid = self._paid >= self._cost + lost
+            self.factor = max(self.factor / 2, 1.0) if paid else min(self.factor * 2, MAX_DOUBT)
+        self._before, self._cost, self._paid, self._open = before, best.switch.cost_s, 0.0, True
         self._changed = now
 
     def looked(self, comparison: Comparison, load: Load, since_s: float) -> None:
@@ -152,7 +158,7 @@ class CostPolicy:
         self._keep_until = load.now + best.switch.seconds + self._doubt.factor * max(
             DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S
         )
-        self._doubt.changed(load.layout, best.switch.cost_s, load.now)
+        self._doubt.changed(load.layout, best, comparison.candidates[0], load.now)
         moved = best.homes != load.home if best.moves_owners else []
         owners = {int(load.slots[i]): int(best.homes[i]) for i in range(load.running) if len(moved) and moved[i]}
         return Decision(best.layout, reason(comparison, best, load), _kind(comparison, best, load), owners)
@@ -163,7 +169,8 @@ class CostPolicy:
             self._wish = None
             return "no layout would be better"
         ahead = max(comparison.ahead_s, 1e-9)
-        needed = HYSTERESIS * self._doubt.factor * ahead + (self._doubt.factor - 1) * best.switch.cost_s
+        way_back = RETURN_CHANCE * (best.back_cost_s + RETURN_LOSS * best.back_s)
+        needed = self._doubt.factor * (HYSTERESIS * ahead + way_back)
         if best.gain_s < needed:
             self._wish = None
             name = best.layout.name.lower()
