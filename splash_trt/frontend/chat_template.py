@@ -70,8 +70,12 @@ class ChatTemplate:
         answer_follows: the text ends with what an answer begins with.
         """
         given = {**(more or {}), "tools": tools, "add_generation_prompt": answer_follows, **self._names}
-        if not _ASKS_FOR_NONE.search(self.source):
-            messages = [{**m, "content": ""} if m.get("content") is None else m for m in messages]
+        # Only beside calls can a template expect that there is no content; most write "None" then.
+        keeps_none = bool(_ASKS_FOR_NONE.search(self.source))
+        messages = [
+            {**m, "content": ""} if m.get("content") is None and not (keeps_none and m.get("tool_calls")) else m
+            for m in messages
+        ]
         try:
             return self._render(messages, given)
         except TemplateRefusal as refusal:

@@ -260,6 +260,8 @@ def test_templates_get_arguments_as_they_want_them() -> None:
     assert as_object.render(messages) == "\u00f6"
     assert ChatTemplate("{{ messages[0].content }}", {}).render(messages) == ""
     assert ChatTemplate("{{ messages[0]['content'] is none }}", {}).render(messages) == "True"
+    without_calls = [{"role": "assistant", "content": None}]
+    assert ChatTemplate("{{ messages[0]['content'] is none }}", {}).render(without_calls) == "False"
     with pytest.raises(ApiError, match="messages"):
         ChatTemplate("{{ 'x' + messages }}", {}).render(messages)
 
