@@ -255,10 +255,11 @@ def device_for(engine_folder: Path, num_ranks: int, *, on_gpu: bool = False) -> 
         return this_cpu()
     gpu = next(iter(sorted(_GPUS.glob("*/information"))), None)
     model = re.search(r"^Model:\s*(.*)$", gpu.read_text(), re.MULTILINE) if gpu is not None else None
-    name = model[1] if model else "no NVIDIA GPU"
-    found = next((device for key, device in BUILT_IN.items() if key.upper() in name.upper().split()), None)
+    words = model[1].upper().split() if model else []
+    found = next((device for key, device in BUILT_IN.items() if key.upper() in words), None)
     if found is None:
-        raise ValueError(f"device: there is no description of this machine's {name}; calibrate, or give a file of one")
+        which = f"this machine's {model[1]}" if model else "a GPU, and none of NVIDIA's is here"
+        raise ValueError(f"device: there is no description of {which}; calibrate, or name one or a file")
     return found
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from splash_trt.scheduler.devices import BUILT_IN, load_device, parse_device, save_device, this_cpu
+from splash_trt.scheduler import devices
+from splash_trt.scheduler.devices import (
+    BUILT_IN,
+    calibration_file,
+    device_for,
+    load_device,
+    parse_device,
+    save_device,
+    this_cpu,
+)
 
 
 def test_built_in_ones_say_where_their_figures_are_from() -> None:
@@ -83,3 +92,30 @@ def test_this_cpu_is_as_it_is_told() -> None:
     assert device.concurrent_ranks == 3 and device.flops["float32"] == 4e10 and device.padded
     measured = this_cpu()
     assert measured.flops["float32"] > 1e8 and measured.memory_bytes_s > 1e8
+
+
+def test_an_engines_ranks_run_on_what_was_calibrated_for_so_many(tmp_path: Path) -> None:
+    save_device(replace(BUILT_IN["cpu"], name="mine"), calibration_file(tmp_path, 2))
+    assert device_for(tmp_path, 2).name == "mine"
+    assert device_for(tmp_path, 4).name == "this CPU"
+    calibration_file(tmp_path, 4).write_text("{}")
+    with pytest.raises(ValueError, match="field 'name' is missing"):
+        device_for(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("Model: \t\t NVIDIA H200\nIRQ: 1\n", "h200"), ("Model: NVIDIA B200\n", "b200"), ("Model: T4\n", "")],
+)
+def test_a_gpu_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str) -> None:
+    (tmp_path / "0000:01").mkdir()
+    (tmp_path / "0000:01" / "information").write_text(text)
+    monkeypatch.setattr(devices, "_GPUS", tmp_path)
+    if name:
+        assert device_for(tmp_path, 8, on_gpu=True) is BUILT_IN[name]
+    else:
+        with pytest.raises(ValueError, match="no description of this machine's T4; calibrate"):
+            device_for(tmp_path, 8, on_gpu=True)
+    monkeypatch.setattr(devices, "_GPUS", tmp_path / "none")
+    with pytest.raises(ValueError, match="none of NVIDIA's is here"):
+        device_for(tmp_path, 8, on_gpu=True)
