@@ -22,14 +22,18 @@ class Adversary:
         self,
         seed: int,
         *,
-        requests: int = 1500,
+        requests: int = 6000,
         few: int = 2,
-        many: int = 256,
-        prompt_tokens: int = 512,
-        long_output: int = 800,
-        short_output: int = 60,
+        many: int = 512,
+        prompt_tokens: int = 256,
+        long_output: int = 1500,
+        short_output: int = 200,
     ) -> None:
         rng = np.random.default_rng(seed)
+        self._numbers = (
+            f"requests={requests}, few={few}, many={many}, prompt_tokens={prompt_tokens}, long_output={long_output}, "
+            f"short_output={short_output}, seed={seed}"
+        )
         self._requests = requests
         self._clients = {"few": few, "many": many}
         self._outputs = {
@@ -87,7 +91,10 @@ class Adversary:
             self.prompt_tokens[:sent],
             self.output_tokens[:sent],
             after=self._after[:sent],
-            notes=(f"made against auto, which it watched: {self.flips} flips; the others got the same requests",),
+            notes=(
+                f"adversary: {self._numbers}",
+                f"made against auto, which it watched: {self.flips} flips; the others got the same requests",
+            ),
         )
 
     def _fill(self, now: float) -> None:

@@ -69,6 +69,10 @@ class Labels(click.ParamType):
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
 @click.option("--objective", default="throughput", show_default=True, metavar="throughput|latency|bounded:MS",
               help="What auto goes for; bounded: throughput with so many ms per output token (p99).")  # fmt: skip
+@click.option("--policy-device", metavar="NAME|FILE",
+              help="What auto takes the devices for; by default what they are. Shows what errors cost.")  # fmt: skip
+@click.option("--migration-bytes", type=Size(), default=1 << 20, show_default=True,
+              help="What a rank may at first send or receive for a switch in one step, as in `serve`.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
 @click.option("--rate-scale", type=click.FloatRange(0, 1e6, min_open=True), default=1.0, show_default=True,
               help="Let requests arrive so many times as fast.")  # fmt: skip
@@ -106,6 +110,8 @@ class Options:
     max_context: int | None = None
     page_tokens: int = 64
     objective: str = "throughput"
+    policy_device: str | None = None
+    migration_bytes: int = 1 << 20
     requests: int | None = None
     rate_scale: float = 1.0
     seed: int = 0
@@ -122,6 +128,7 @@ def run(options: Options) -> Comparison:
         raise ValueError(f"json_file: there is no folder {options.json_file.parent}")
     model, quantised = load_for_planning(options.model)
     device = load_device(options.device)
+    believed = device if options.policy_device is None else _policy_device(options.policy_device)
     memory, origin = _memory(options, device)
     base = _config(options, memory)
     for config in configs(base, options.layouts).values():
@@ -136,7 +143,7 @@ def run(options: Options) -> Comparison:
             cost,
             load,
             options.layouts,
-            lambda config: cost_policy(model, config, device, objective),
+            lambda config: cost_policy(model, config, believed, objective),
             progress=_progress(bar, load.num_requests),
         )
         bar.update(total - bar.pos)
@@ -216,7 +223,15 @@ def _config(options: Options, memory: int) -> EngineConfig:
         max_batch_tokens=options.max_batch_tokens,
         max_running=options.max_running,
         max_context=options.max_context,
+        migration_bytes=options.migration_bytes,
     )
+
+
+def _policy_device(name: str) -> Device:
+    try:
+        return load_device(name)
+    except ValueError as error:
+        raise ValueError(f"policy_{error}") from error
 
 
 def _with_device(
@@ -230,5 +245,6 @@ def _with_device(
         ("memory", origin),
         ("steps", "as long as the cost model says; nothing else takes time"),
         ("objective", f"{options.objective} (for auto)"),
+        *((("auto", f"takes the devices for {options.policy_device}"),) if options.policy_device else ()),
     )
     return dataclasses.replace(comparison, assumptions=head + comparison.assumptions)

@@ -136,6 +136,7 @@ def _assumptions(base: EngineConfig, trace: Trace, limit: int, shortened: int) -
                    f"pages of {base.page_tokens} tokens, {base.plans_in_flight} plans in flight"),
         ("auto", f"starts in {FIRST_LAYOUT.name.lower()}; a switch begins with {base.migration_bytes} bytes a step and "
                  f"may slow steps by {base.migration_max_slowdown:.0%}"),
+        ("auto", "reckons with the very cost model that steps take their time by, unless it is told another device"),
         ("prefixes", "no prefix cache: every prompt is computed whole"),
         ("ceiling", "an upper bound nobody can reach: each step in its fastest layout, switching free, the roomiest "
                     "layout's cache"),

@@ -86,7 +86,7 @@ class Map:
     best: np.ndarray
     """[P, Y, X] int: a layout, or NO_ROOM where no layout holds that much."""
     gain: np.ndarray
-    """[P, Y, X]: the time of the next best layout that holds it over that of the best; 1 if there is none."""
+    """[P, Y, X]: the time of the next best layout that holds it over that of the best; infinite if no other does."""
 
 
 def best_layouts(
@@ -102,7 +102,7 @@ def best_layouts(
     """Ask for every point."""
     found = rooms(model, config, layouts)
     best = np.full((len(prompts), len(concurrencies), len(contexts)), NO_ROOM)
-    gain = np.ones(best.shape)
+    gain = np.full(best.shape, np.inf)
     for p, y, x in np.ndindex(best.shape):
         point = (concurrencies[y], contexts[x], prompts[p])
         times = sorted(

@@ -29,6 +29,7 @@ from splash_trt.simulate.source import Source
 from splash_trt.simulate.tally import Series
 
 IDLE_TURN_S = 1e-3  # what a turn of rank 0's loop takes in which nothing is sent and nothing is on its way
+MOST_IDLE_TURNS = 1_000_000  # in a row; no deadline of a switch is longer, so nothing would ever happen
 PROGRESS_STEPS = 256
 
 Progress = Callable[[float, int], None]
@@ -116,7 +117,7 @@ class _Run:
             policy=self._policy,
             clock=clock,
         )
-        series, turns = Series(), 0
+        series, turns, idle_turns = Series(), 0, 0
         arrived = engine.tally.arrived_s
         while True:
             for time_s, number in source.due(clock.now):
@@ -131,7 +132,9 @@ class _Run:
             sent = engine.steps
             turn = orchestrator.turn()
             if not turn.step:
-                if engine.steps == sent:
+                idle_turns = idle_turns + 1 if engine.steps == sent else 0
+                assert idle_turns < MOST_IDLE_TURNS, "requests are left, and the scheduler plans nothing"
+                if idle_turns:
                     clock.advance(clock.now + IDLE_TURN_S)
                 continue
             source.watch(engine.layout, clock.now)

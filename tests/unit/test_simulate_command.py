@@ -59,6 +59,12 @@ def test_a_recorded_load(tmp_path: Path) -> None:
     assert "2 times as fast" in result.output
 
 
+def test_auto_may_be_wrong_about_the_device() -> None:
+    result = called("--layouts", "auto,tp,dp", "--policy-device", "h100")
+    assert result.exit_code == 0, result.output
+    assert "takes the devices for h100" in result.output
+
+
 def test_pictures(tmp_path: Path) -> None:
     result = called("--layouts", "auto,dp", "--plots", str(tmp_path / "plots"))
     assert result.exit_code == 0, result.output
@@ -73,6 +79,8 @@ def test_pictures(tmp_path: Path) -> None:
         (["--layouts", "auto,ep"], LOAD, "'ep' is not one of auto, tp"),
         (["--objective", "speed"], LOAD, "--objective: 'speed'"),
         (["--device", "abacus"], LOAD, "--device: 'abacus'"),
+        (["--policy-device", "abacus"], LOAD, "--policy-device: 'abacus'"),
+        (["--migration-bytes", "0"], LOAD, "--migration-bytes: 0 is not"),
         (["--memory", "1M"], LOAD, "--memory: 1048576 is too small"),
         (["--memory-share", "0.5"], LOAD, "--memory-share:"),
         (["--requests", "3"], LOAD, "--requests: is for files"),

@@ -63,6 +63,9 @@ class Crowds:
         wanted = Layout.DP if load.running + load.waiting > self._many else Layout.TP
         return None if wanted is load.layout or load.is_idle else Decision(wanted, "counted")
 
+    def expected_s(self, plan: Plan) -> float:
+        return FakeCost().step_s(Batch.of(plan, RANKS))
+
     def explain(self) -> dict[str, object]:
         return {}
 
