@@ -30,7 +30,8 @@ class Growth:
         ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
         full = np.flatnonzero(ready & (s.computed >= s.pages * self._page_tokens))
         if len(full):
-            full = s.senior_first(full)
+            if len(full) > self._ledger.directory.free_pages().min():  # else there is a page for each, in any order
+                full = s.senior_first(full)
             full = full[self._ledger.grow(full) :]
         if len(full):
             self._squeeze(full, ready, sent, now)
