@@ -187,12 +187,12 @@ def test_two_clients_may_use_the_same_id(client: LocalClient, served: Served) ->
 
 def test_a_client_that_reads_late_gets_everything_in_fewer_pieces(served: Served) -> None:
     slow, quick = LocalClient(served.endpoint, receive_queue=1), LocalClient(served.endpoint)
-    slow.generate("a", "abc", 3000, ignore_eos=True, logprobs=20)
-    quick.generate("b", "abc", 3000, ignore_eos=True)
+    slow.generate("a", "abc", 1500, ignore_eos=True, logprobs=20)
+    quick.generate("b", "abc", 1500, ignore_eos=True)
     num_pieces = len(quick.answer())
     events = slow.answer()
-    assert "".join(event.text for event in events) == "abc" * 1000
-    assert sum(len(event.logprobs) for event in events) == 3000
+    assert "".join(event.text for event in events) == "abc" * 500
+    assert sum(len(event.logprobs) for event in events) == 1500
     assert len(events) < num_pieces
     slow.close()
     quick.close()

@@ -16,7 +16,7 @@ from splash_trt.frontend.client_socket import check_endpoint
 from splash_trt.triton_backend.command import FILES, triton_repo, write_repository
 from splash_trt.triton_backend.model_config import INPUTS, OUTPUTS
 from splash_trt.triton_backend.repository.inputs import COPIED, FLAGS
-from tests.triton.servers import ROOT
+from tests.triton.servers import ROOT, SCRIPT
 
 ENDPOINT = "ipc:///run/splash/clients"
 DOCS = ROOT / "docs" / "triton.md"
@@ -87,6 +87,12 @@ def test_every_input_is_read(tmp_path: Path) -> None:
     for spec in INPUTS:
         assert spec.name in ignored or f'"{spec.name}"' in source, spec.name
     assert {*COPIED, *FLAGS} <= {spec.name for spec in INPUTS}
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((), "usage: "), (("/no/such",), "/no/such is no folder")])
+def test_the_script_says_what_it_wants(triton_installed: None, arguments: tuple[str, ...], message: str) -> None:
+    done = subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith(f"scripts/triton_server.sh: {message}")
 
 
 def test_the_documents_table_names_all() -> None:

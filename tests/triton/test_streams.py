@@ -108,11 +108,14 @@ class OwnStack:
         self.engine = FakeEngine(self.link, ready_message(400), step_s=0.01)
         self.engine.start()
         self.frontend = self.start_frontend()
-        repository = folder / "own-repository"
-        write_repository(repository, self.endpoint, "splash", max_requests=2)
-        self.triton = TritonServer(repository, "--model-control-mode=explicit", "--load-model=splash")
-        self.triton.wait_until_ready()
+        self._repository = folder / "own-repository"
+        write_repository(self._repository, self.endpoint, "splash", max_requests=2)
+        self.triton = self.start_triton()
         wait_until(self.answers, why="an answer")
+
+    def start_triton(self) -> TritonServer:
+        flags = ("--model-control-mode=explicit", "--load-model=splash")
+        return TritonServer(self._repository, *flags).wait_until_ready()
 
     def start_frontend(self) -> FrontendProcess:
         flags = ("--tokenizer", self._tokenizer, "--keep-engine", "--client-endpoint", self.endpoint)
@@ -218,6 +221,19 @@ def test_unloading_waits_for_streams_and_then_ends(own: OwnStack) -> None:
         with pytest.raises(InferenceServerException):
             client.load_model("absent")
         client.load_model("splash")
+    wait_until(own.answers)
+
+
+def test_triton_is_started_again(own: OwnStack) -> None:
+    """It waits for what is under way."""
+    with ThreadPoolExecutor(1) as pool:
+        before = len(own.engine.submitted)
+        answer = pool.submit(own.triton.generate, text_input="abc", max_tokens=100)
+        wait_until(lambda: len(own.engine.submitted) > before)
+        assert own.triton.stop() == 0
+        assert answer.result()[1]["text_output"] == "abc" + echo("abc", 100)
+    own.triton.close()
+    own.triton = own.start_triton()
     wait_until(own.answers)
 
 

@@ -12,7 +12,7 @@ VERSION = 1
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a Welcome. A frontend that speaks another version says so in it and refuses what follows."""
+    """Asks for a Welcome, whose version says whether the two understand each other."""
 
     version: int = VERSION
 
