@@ -104,7 +104,7 @@ def test_an_overdue_request_waits_only_for_those_before_it(stream: Stream) -> No
         assert c.outputs.tokens[r.id] == expected_tokens(r, limit=c.limit(r))
 
 
-@settings(BUSY, max_examples=20)
+@settings(BUSY, max_examples=10)
 @given(streams())
 def test_the_same_stream_makes_the_same_plans(stream: Stream) -> None:
     found = []
