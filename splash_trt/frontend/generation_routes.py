@@ -13,13 +13,14 @@ from splash_trt.frontend.chat import ChatBody, render
 from splash_trt.frontend.client_socket import Completion as LocalCompletion
 from splash_trt.frontend.decoding import decode
 from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.event_stream import EventStream
 from splash_trt.frontend.generation import Generation
 from splash_trt.frontend.protocol import CompletionBody, GenerationBody
 from splash_trt.frontend.reading import MessageReader, call_reader, markers
 from splash_trt.frontend.reasoning import ReasoningReader, closed, opens_thinking
 from splash_trt.frontend.sampling import DEFAULT_MAX_TOKENS, choice_seed, request_of, sampling_of
 from splash_trt.frontend.serving import LONG_TEXT, Serving, clients_id
-from splash_trt.frontend.shapes import ChatShape, CompletionShape, Shape, Wanted, event
+from splash_trt.frontend.shapes import ChatShape, CompletionShape, Shape, Wanted
 from splash_trt.frontend.stream import Answer, Echo, StopScanner
 from splash_trt.frontend.structured import Form, form_of
 from splash_trt.frontend.tokenizer import Detokenizer
@@ -215,35 +216,33 @@ async def _whole(http: web.Request, generation: Generation, shape: Shape) -> web
 
 
 async def _stream(http: web.Request, generation: Generation, shape: Shape) -> web.StreamResponse:
-    headers = {"X-Request-Id": clients_id(http) or shape.id, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **headers})
+    stream = EventStream(http, {"X-Request-Id": clients_id(http) or shape.id})
     try:
-        await response.prepare(http)
+        async with stream:
+            await _write_events(stream, generation, shape)
+    except ConnectionResetError:
+        log.debug("%s: the client went away", shape.id)
+    return stream.response
+
+
+async def _write_events(stream: EventStream, generation: Generation, shape: Shape) -> None:
+    try:
         opening = shape.opening(len(generation.answers), generation.counts())
         if opening:
-            await response.write(opening)
+            await stream.write(opening)
         async for grown in generation.run():
             counts = generation.counts()
             data = b"".join([shape.chunk(index, generation.answers[index].take(), counts) for index in grown])
             if data:
-                await response.write(data)
-        await response.write(shape.closing(generation.counts()))
+                await stream.write(data)
+        await stream.write(shape.closing(generation.counts()))
     except ConnectionResetError:
-        log.debug("%s: the client went away", shape.id)
+        raise
     except ApiError as error:
-        await _end_with(response, error)
+        await stream.end_with(error)
     except Exception:
         log.exception("%s failed", shape.id)
-        await _end_with(response, ApiError("the server failed; its log says why", status=500))
-    return response
-
-
-async def _end_with(response: web.StreamResponse, error: ApiError) -> None:
-    """The status line is long gone: the error becomes the stream's last event."""
-    try:
-        await response.write(event(error.body()))
-    except ConnectionResetError:
-        pass  # nobody is left to tell
+        await stream.end_with(ApiError("the server failed; its log says why", status=500))
 
 
 def _scanner(body: GenerationBody) -> StopScanner:

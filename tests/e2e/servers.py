@@ -195,7 +195,7 @@ class StreamReader(threading.Thread):
 
     def _take(self, line: str) -> None:
         data = line.removeprefix("data: ")
-        if not data:
+        if not data or data.startswith(":"):  # a comment
             return
         if data == "[DONE]":
             self.done = True

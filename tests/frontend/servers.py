@@ -31,7 +31,7 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """Of a stream, without the [DONE] at its end."""
-        lines = [line[6:] for line in self.data.decode().split("\n\n") if line]
+        lines = [line[6:] for line in self.data.decode().split("\n\n") if line.startswith("data: ")]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
