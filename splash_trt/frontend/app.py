@@ -86,6 +86,8 @@ class Frontend:
             response = _error_response(
                 request, ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status), error
             )
+        except RecursionError:  # what could just be read may still be too deep for a template or a grammar
+            response = _error_response(request, ApiError("body: the JSON is nested too deeply", param="body"))
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             response = _error_response(request, ApiError("the server failed; its log says why", status=500))

@@ -270,3 +270,19 @@ def test_without_a_tokenizer(shared: tuple[FakeEngine, str]) -> None:
 def test_bad_flags(flags: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--engine", "ipc:///tmp/splash-none", "--model-name", "echo", "--port", "0", *flags]) == 2
     assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [100, 900, 930, 960, 985, 1100])
+def test_what_nests_deeply(server: FrontendProcess, depth: int) -> None:
+    text = "[" * depth + "]" * depth
+    for path, body in (
+        (COMPLETIONS, '{"prompt": "a", "max_tokens": 1, "guided_json": {"a": %s}}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "chat_template_kwargs": {"a": %s}}'),
+        (
+            CHAT,
+            '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tool_choice": "required", "tools": '
+            '[{"type": "function", "function": {"name": "f", "parameters": {"a": %s}}}]}',
+        ),
+    ):
+        assert server.ask("POST", path, (body % text).encode()).status in (200, 400)
+    assert not any("Traceback" in line for line in server.log), server.log
