@@ -114,6 +114,7 @@ class GenerationRoutes:
         default_max_tokens: int | None,
     ) -> list[Request]:
         """Of each prompt in turn its n choices."""
+        self._serving.check_count(len(prompts), body.num_choices)
         requests = []
         for number, prompt in enumerate(prompts):
             room = max(1, ready.max_context - len(prompt))

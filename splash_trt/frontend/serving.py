@@ -125,6 +125,13 @@ class Serving:
             assert self.grammars is not None
             await self.grammars.check(form, ready)
 
+    def check_count(self, num_prompts: int, num_choices: int) -> None:
+        """ApiError for more requests in one than may ever wait at once: trying later would not help."""
+        most = self.limits.max_queued
+        if num_prompts * num_choices > most:
+            message = f"n: {num_choices} for {num_prompts} prompts are too many; at most {most} answers at once"
+            raise ApiError(message, param="n")
+
     def check_room(self, num_requests: int) -> None:
         """ApiError (429) if so many more may not wait."""
         waiting, most = self.engine.num_unstarted, self.limits.max_queued

@@ -61,6 +61,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logprobs": True}, "logprobs"),
     ({"prompt": "a", "n": 0}, "n"),
     ({"prompt": "a", "n": 129}, "n"),
+    ({"prompt": ["a", "b"], "n": 76}, "n"),  # more than may wait
     ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "n": 2, "best_of": 3}, "best_of"),
     ({"prompt": "a", "suffix": "z"}, "suffix"),
