@@ -46,6 +46,9 @@ INSTALL_REQUIRES = [
     "llguidance>=1.9",
     # Metrics in Prometheus's text format.
     "prometheus-client>=0.20",
+    # `splash-trt top`: tables, colours and redrawing in any terminal. Pure Python; textual, which builds on it, brings
+    # widgets and an event loop that nothing here needs. No extra: who looks after a server wants it at hand.
+    "rich>=13.7",
 ]
 
 EXTRAS_REQUIRE = {

@@ -55,6 +55,7 @@ LAYERS = {
     "splash_trt.triton_backend": 6,
     "splash_trt.frontend": 6,
     "splash_trt.simulate": 6,
+    "splash_trt.top": 6,
     "splash_trt.llm": 6,
     "splash_trt.cli": 6,
     "splash_trt.options": 6,
@@ -94,6 +95,7 @@ LOCAL_IMPORTS = {
     ("", "tensorrt_rtx"): "an extra: probed when it is asked for",
     ("", "tensorrt_llm"): "an extra: probed when it is asked for",
     ("", "matplotlib"): "an extra: only plots need it",
+    ("splash_trt.top.command", "splash_trt.top.screen"): "it loads rich, which other commands need not wait for",
     ("splash_trt.frontend", "splash_trt.observe.otel"): "an extra: it imports OpenTelemetry, and is for who asks for it",
 }
 

@@ -22,6 +22,7 @@ from splash_trt.options import Size, or_fail
 from splash_trt.serve import ServeOptions, check_frontend, engine_config, open_model, serve_rank
 from splash_trt.simulate.command import simulate_command
 from splash_trt.supervise import RankSettings, supervise
+from splash_trt.top.command import top_command
 from splash_trt.triton_backend.command import triton_repo
 
 EXIT_USAGE = 2
@@ -116,6 +117,7 @@ commands.add_command(simulate_command)
 
 
 commands.add_command(triton_repo)
+commands.add_command(top_command)
 
 
 @commands.command("serve-rank", hidden=True)

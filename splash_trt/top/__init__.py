@@ -1,0 +1,1 @@
+"""`splash-trt top`: what the dashboard shows, in a terminal."""

@@ -1,0 +1,90 @@
+"""Asks a running server for what is shown. http.client alone, which goes through no proxy and needs no event loop."""
+
+from __future__ import annotations
+
+import http.client
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from splash_trt.frontend.dashboard.history import Timeline
+from splash_trt.frontend.errors import ErrorBody
+from splash_trt.frontend.operator_routes import LayoutAnswer, Models
+
+DEADLINE_S = 10.0
+
+T = TypeVar("T")
+
+
+class NotReached(Exception):
+    """No server answers, or what answers is none of ours; the message says so to the user."""
+
+
+class Refused(Exception):
+    """The server said no."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    model: str
+    layout: LayoutAnswer
+    timeline: Timeline
+
+
+class Client:
+    """ValueError for a URL that is none."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url
+        self._at: SplitResult = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            is_url = self._at.scheme in ("http", "https") and bool(self._at.hostname)
+            self._port = self._at.port
+        except ValueError:
+            is_url = False
+        if not is_url:
+            raise ValueError(f"url: {url!r} is not allowed; it must be like http://127.0.0.1:8000")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._model = ""
+        self._server = ""
+
+    def snapshot(self, after: int) -> Snapshot:
+        """How things stand, and the seconds from `after` on. NotReached, Refused."""
+        timeline = self._ask(f"/v1/timeline?after={after}", Timeline)
+        if timeline.server != self._server:
+            self._model = self._ask("/v1/models", Models).data[0].id
+            self._server = timeline.server
+        return Snapshot(self._model, self._layout(), timeline)
+
+    def _layout(self) -> LayoutAnswer:
+        try:
+            return self._ask("/v1/layout?explain=1", LayoutAnswer)
+        except Refused as error:
+            if error.status != 504:  # in a long step, the engine cannot say why
+                raise
+            return self._ask("/v1/layout", LayoutAnswer)
+
+    def _ask(self, path: str, kind: type[T]) -> T:
+        connect = http.client.HTTPSConnection if self._at.scheme == "https" else http.client.HTTPConnection
+        assert self._at.hostname is not None
+        connection = connect(self._at.hostname, self._port, timeout=DEADLINE_S)
+        try:
+            connection.request("GET", self._at.path.rstrip("/") + path, headers=self._headers)
+            response = connection.getresponse()
+            status, data = response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise NotReached(f"no server answers at {self.url}: {error}") from None
+        finally:
+            connection.close()
+        try:
+            if status != 200:
+                raise Refused(status, msgspec.json.decode(data, type=ErrorBody).error.message)
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise NotReached(f"what answers at {self.url} is no Splash-TRT server, or one of another version") from None
