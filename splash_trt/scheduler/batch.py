@@ -29,6 +29,8 @@ class Batch:
     """Cache rows that prefill chunks reach, summed over chunks: what is gathered and up-projected."""
     sampled: int
     """Positions whose next token is wanted."""
+    prefill_rows: int = 0
+    """Chunks that prefill_tokens come in."""
     decode_longest: int = 0
     """The largest context among decode tokens; 0: all are alike."""
     moved_bytes: int = 0
@@ -37,6 +39,35 @@ class Batch:
     @property
     def num_tokens(self) -> float:
         return float(self.decode_tokens.sum() + self.prefill_tokens.sum())
+
+    def under(self, layout: Layout) -> Batch:
+        """The same work in another layout. Homes stay where there are any; from TP it is dealt out evenly."""
+        if layout is self.layout:
+            return self
+        n = len(self.decode_tokens)
+        from_tp, to_tp = self.layout is Layout.TP, layout is Layout.TP
+
+        def moved(values: np.ndarray, shares: float) -> np.ndarray:
+            if not (from_tp or to_tp) or not shares:
+                return values
+            ranks = 1 if to_tp else min(max(int(shares), 1), n)
+            out = np.zeros(n)
+            out[:ranks] = values.sum() / ranks
+            return out
+
+        decodes = float(self.decode_tokens.sum())
+        prompts = float(self.prefill_rows)
+        return Batch(
+            layout=layout,
+            decode_tokens=moved(self.decode_tokens, decodes),
+            decode_context=moved(self.decode_context, decodes),
+            prefill_tokens=moved(self.prefill_tokens, prompts),
+            prefill_pairs=moved(self.prefill_pairs, prompts),
+            prefill_context=moved(self.prefill_context, prompts),
+            prefill_rows=self.prefill_rows,
+            sampled=self.sampled,
+            decode_longest=self.decode_longest,
+        )
 
     @classmethod
     def of(cls, plan: Plan, num_ranks: int, *, moved_bytes: int = 0) -> Batch:
@@ -59,6 +90,7 @@ class Batch:
             prefill_tokens=by_home(count, expanded) if has_prefill else none,
             prefill_pairs=by_home(pairs, expanded) if has_prefill else none,
             prefill_context=by_home(end, expanded) if has_prefill else none,
+            prefill_rows=int(expanded.sum()),
             sampled=len(plan.want_index),
             decode_longest=int(end[absorbed].max(initial=0)),
             moved_bytes=moved_bytes,

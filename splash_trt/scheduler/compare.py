@@ -20,6 +20,7 @@ from splash_trt.migration.budget import MAX_BUDGET_BYTES, scaled
 from splash_trt.migration.diff import Sizes
 from splash_trt.scheduler import transition
 from splash_trt.scheduler.balance import rebalanced
+from splash_trt.scheduler.forecast import Past
 from splash_trt.scheduler.load import Load
 from splash_trt.scheduler.phases import Estimator, Phase, Time, homes_under, phases_of
 
@@ -79,6 +80,20 @@ class Switch:
     """Of the work ahead: slower steps, admissions held, the hand-over."""
 
 
+@dataclass(frozen=True)
+class Later:
+    """A switch after one of the phases ahead."""
+
+    cost_s: float
+    bytes: float
+    """What bounds its steps: sent or received by the busiest rank."""
+    few_steps: int
+
+    def seconds(self, budget_bytes: int, step_s: float) -> float:
+        """Where steps take step_s."""
+        return (self.bytes / max(scaled(budget_bytes, step_s), 1) + self.few_steps) * step_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     layout: Layout
@@ -94,8 +109,7 @@ class Candidate:
     costs: tuple[float, ...]
     """By phase, as the objective weighs them."""
     gain_s: float = 0.0
-    """What going there now saves of the time ahead, against staying for now; its cost is taken off."""
-
+    """What going there now saves of what is ahead, against staying for now; its cost is taken off."""
     @property
     def moves_owners(self) -> bool:
         """It is the present layout, with other owners."""
@@ -127,12 +141,15 @@ class Comparer:
         self._room = room
         self._objective = objective
 
-    def compare(self, load: Load, step_s: float) -> Comparison:
-        """step_s: what a step takes now."""
+    def compare(self, load: Load, step_s: float, past: Past | None = None) -> Comparison:
+        """step_s: what a step takes now; past: the work of late, which is taken to come again after the work at hand:
+        what has lasted for some time will last about as long again."""
         phases = phases_of(load, step_s)
         stay = self._candidate(load, phases, load.layout, homes_under(load.layout, load), step_s)
         phases = phases[: _within(stay, HORIZON_S)]
         stay = replace(stay, times=stay.times[: len(phases)], costs=stay.costs[: len(phases)])
+        if phases:  # a switch that begins now runs in the steps of the first phase
+            step_s = stay.times[0].seconds / max(stay.times[0].steps, 1e-9)
         candidates = [stay]
         moved = self._moved_owners(load)
         if moved is not None:
@@ -143,10 +160,13 @@ class Comparer:
             if layout is not load.layout
         ]
         later = [[self._later(load, a, b, step_s) for b in candidates] for a in candidates]
-        gains = _gains(candidates, later)
+        if past is not None and past.step_s > 0:
+            again = [_again(c, candidates, later, past, load.budget_bytes) for c in range(len(candidates))]
+            candidates = [_with_past(c, phases, cost) for c, cost in zip(candidates, again, strict=True)]
+        gains = _gains(candidates, later, load.budget_bytes)
         return Comparison(
             candidates=tuple(
-                replace(c, gain_s=gain, back_cost_s=back[0][0], back_s=back[0][1])
+                replace(c, gain_s=gain, back_cost_s=back[0].cost_s, back_s=back[0].seconds(load.budget_bytes, step_s))
                 for c, gain, back in zip(candidates, gains, later, strict=True)
             ),
             ahead_s=stay.costs[0] if stay.costs else 0.0,
@@ -205,16 +225,36 @@ class Comparer:
         cost = self._estimator.moved_s(moved.both_ways + inside) + held + COMMIT_STEPS * step_s
         return Switch(route=route, bytes=moved.both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
 
-    def _later(self, load: Load, source: Candidate, target: Candidate, step_s: float) -> tuple[float, float]:
-        """(cost, seconds) of going from one to the other after a phase, about."""
+    def _later(self, load: Load, source: Candidate, target: Candidate, step_s: float) -> Later:
+        """Going from one to the other after a phase, about."""
         if source is target:
-            return 0.0, 0.0
-        if source.layout is target.layout:
-            return (math.inf, 0.0) if target.moves_owners else (0.0, 0.0)  # owners are moved now or not at all
+            return Later(0.0, 0.0, 0)
+        if source.layout is target.layout:  # owners are moved now or not at all
+            return Later(math.inf if target.moves_owners else 0.0, 0.0, 0)
         rows = np.bincount(source.homes, load.held, load.num_ranks)
         moved = transition.traffic(source.layout, target.layout, rows, self._sizes)
-        steps = _steps_for(moved.busiest, load, step_s) + transition.FEW_STEPS
-        return self._estimator.moved_s(moved.both_ways) + COMMIT_STEPS * step_s, steps * step_s
+        cost = self._estimator.moved_s(moved.both_ways) + COMMIT_STEPS * step_s
+        return Later(cost, moved.busiest, transition.FEW_STEPS)
+
+
+def _again(
+    index: int, candidates: list[Candidate], later: list[list[Later]], past: Past, budget_bytes: int
+) -> float:
+    """What the work of late costs when it comes again and finds the layout of candidates[index]."""
+    here = past.seconds[candidates[index].layout]
+
+    def going(to: int) -> float:
+        there, switch = past.seconds[candidates[to].layout], later[index][to]
+        seconds = switch.seconds(budget_bytes, past.step_s)
+        return there + switch.cost_s + min(1.0, seconds / max(here, 1e-12)) * max(here - there, 0.0)
+
+    return min(here, *(going(to) for to in range(len(candidates)) if to != index))
+
+
+def _with_past(candidate: Candidate, phases: list[Phase], again_s: float) -> Candidate:
+    """With what comes after: nobody knows in which phase the work will end."""
+    costs = [cost + phase.ends * again_s for cost, phase in zip(candidate.costs, phases, strict=True)]
+    return replace(candidate, costs=tuple(costs))
 
 
 def _steps_for(num_bytes: float, load: Load, step_s: float) -> int:
@@ -227,12 +267,12 @@ def _within(stay: Candidate, horizon_s: float) -> int:
     return int((begins < horizon_s).sum()) if stay.times else 0
 
 
-def _gains(candidates: list[Candidate], later: list[list[tuple[float, float]]]) -> list[float]:
+def _gains(candidates: list[Candidate], later: list[list[Later]], budget_bytes: int) -> list[float]:
     """Of each candidate: staying for the first phase, less going there now."""
     num = len(candidates)
     if not candidates[0].costs:
         return [0.0] * num
-    best = _best(candidates, later)
+    best = _best(candidates, later, budget_bytes)
     gains = [0.0]
     for c in range(1, num):
         there = candidates[c]
@@ -240,17 +280,19 @@ def _gains(candidates: list[Candidate], later: list[list[tuple[float, float]]]) 
     return gains
 
 
-def _best(candidates: list[Candidate], later: list[list[tuple[float, float]]]) -> list[list[float]]:
-    """[p][c]: the least that phases p, p + 1 … cost if candidate c serves phase p. later[c][d]: (cost, seconds)."""
+def _best(candidates: list[Candidate], later: list[list[Later]], budget_bytes: int) -> list[list[float]]:
+    """[p][c]: the least that phases p, p + 1 … cost if candidate c serves phase p. later[c][d]: from c to d."""
     num_phases, num = len(candidates[0].costs), len(candidates)
     best = [[0.0] * num for _ in range(num_phases)]
 
     def onward(p: int, c: int, d: int) -> float:
         """Phases p and later, when the switch from c to d begins with phase p, which c serves until it is done."""
-        here, there = candidates[c], candidates[d]
-        cost, seconds = later[c][d]
-        lag = min(1.0, seconds / max(here.times[p].seconds, 1e-12)) * max(here.costs[p] - there.costs[p], 0.0)
-        return cost + lag + best[p][d]
+        if c == d:
+            return best[p][d]
+        here, there, time = candidates[c], candidates[d], candidates[c].times[p]
+        seconds = later[c][d].seconds(budget_bytes, time.seconds / max(time.steps, 1e-12))
+        lag = min(1.0, seconds / max(time.seconds, 1e-12)) * max(here.costs[p] - there.costs[p], 0.0)
+        return later[c][d].cost_s + lag + best[p][d]
 
     for p in reversed(range(num_phases)):
         for c, candidate in enumerate(candidates):

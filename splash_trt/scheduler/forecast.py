@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
+
+from splash_trt.config import Layout
 
 KEPT = 512  # of the latest lengths
 PRIOR_WEIGHT = 4.0  # lengths that the rule of thumb counts as
@@ -72,6 +75,30 @@ class Rate:
     def _forget(self, second: int) -> None:
         while self._counts and self._counts[0][0] <= second - self.SECONDS:
             self._counts.popleft()
+
+
+class Past:
+    """The work of the last SPAN_S seconds or so of steps, and what it would have taken in each layout."""
+
+    SPAN_S = 30.0
+
+    def __init__(self) -> None:
+        self.seconds: dict[Layout, float] = {}
+        self._squares = 0.0
+        self._here = 0.0
+
+    def add(self, here: Layout, step_s: dict[Layout, float], steps: int) -> None:
+        """So many steps in layout `here`, each with its time in that and in others."""
+        fade = math.exp(-steps * step_s[here] / self.SPAN_S)
+        for layout, value in step_s.items():
+            self.seconds[layout] = self.seconds.get(layout, 0.0) * fade + steps * value
+        self._here = self._here * fade + steps * step_s[here]
+        self._squares = self._squares * fade + steps * step_s[here] ** 2
+
+    @property
+    def step_s(self) -> float:
+        """The step that a moment of that time fell into, on average."""
+        return self._squares / self._here if self._here else 0.0
 
 
 class Outlook:

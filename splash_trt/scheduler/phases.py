@@ -40,6 +40,8 @@ class Phase:
     """Among which prefill_tokens are divided."""
     presence: float = 1.0
     """The chance that there is anything to do at all."""
+    ends: float = 0.0
+    """The chance that all of the work ends in this phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +71,16 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                 tokens=load.waiting * load.waiting_left,
                 prefill_tokens=prefill,
                 prompts=float((load.prefill > 0).sum()) + load.waiting,
+                ends=0.0 if load.running else 1.0,
             )
         )
     if load.running:
         life = float(load.left.mean())
         prompt = float((context - load.generated).mean())
         newcomers = load.arrivals_s * load.waiting_left * step_s
-        for begin, end in zip(LIVES[:-1], LIVES[1:], strict=True):
+        going = [min(float(np.exp(-x * life / np.maximum(load.left, 1.0)).sum()) + newcomers, 1.0) for x in LIVES[:-1]]
+        ends = -np.diff([*going, 0.0])
+        for begin, end, ending in zip(LIVES[:-1], LIVES[1:], ends.tolist(), strict=True):
             steps, middle = (end - begin) * life, (begin + end) / 2 * life
             alive = np.exp(-middle / np.maximum(load.left, 1.0))
             expected = float(alive.sum())
@@ -90,6 +95,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                     prefill_tokens=arriving * prompt,
                     prompts=arriving,
                     presence=min(expected + newcomers, 1.0),
+                    ends=ending,
                 )
             )
     return found

@@ -1,7 +1,8 @@
 """When to change the layout, and to which: compare.py says what a change would gain, this file whether to believe it.
 
 The orchestrator asks every now and then and acts on the answer. A policy keeps what it learnt: how long steps take, and
-whether its last changes were worth it.
+whether its last changes were worth it. What staying has lost since another layout began to look better counts for that
+one: so a change is put off, but not for ever.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from splash_trt.plan import Plan, StepResult
 from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.compare import Candidate, Comparer, Comparison, Objective
 from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.forecast import Past
 from splash_trt.scheduler.load import Load
 from splash_trt.scheduler.phases import Estimator
 
@@ -27,10 +29,10 @@ LOOKS = 3  # in a row that must agree on a smaller one
 DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch to it took
 MIN_DWELL_S = 0.5
 MAX_DOUBT = 16.0
-CALM_S = 300.0  # without a change: doubt halves
+CALM_S = 120.0  # without a change: doubt halves
 RETURN_CHANCE = 0.5  # that the load will soon want the present layout again
 RETURN_LOSS = 0.2  # of the time that coming back takes: what is lost meanwhile
-OBSERVE_EVERY = 4  # steps
+OBSERVE_EVERY = 4  # steps without prompts; all with
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class CostPolicy:
         self._objective = objective or Objective()
         self._comparer = Comparer(Estimator(cost, config, room), config, sizes, room, self._objective)
         self._doubt = Doubt()
+        self._past = Past()
         self._room = room
         self._step_s = 0.0
         self._observed = 0
@@ -119,6 +122,7 @@ class CostPolicy:
         self._keep_until = -1e9
         self._wish: tuple[Layout, bool] | None = None
         self._agreed = 0
+        self._missed = 0.0
         self._last: tuple[Load, Comparison, str] | None = None
 
     def observe(self, plan: Plan, result: StepResult) -> None:
@@ -126,9 +130,15 @@ class CostPolicy:
             return
         self._step_s += 0.2 * (result.seconds - self._step_s) if self._step_s else result.seconds
         self._observed += 1
-        moves = len(plan.moves) or len(plan.weights) or len(plan.late_moves)
-        if self._observed % OBSERVE_EVERY == 0 and not moves:
-            self._cost.observe(Batch.of(plan, self._num_ranks), result.seconds)
+        decodes = bool(plan.absorbed.all())
+        if decodes and self._observed % OBSERVE_EVERY:
+            return
+        batch = Batch.of(plan, self._num_ranks)
+        if not (len(plan.moves) or len(plan.weights) or len(plan.late_moves)):
+            self._cost.observe(batch, result.seconds)
+        steps = OBSERVE_EVERY if decodes else 1
+        step_s = {layout: self._cost.step_s(batch.under(layout)) for layout in self._room}
+        self._past.add(plan.layout, step_s, steps)
 
     def expected_s(self, plan: Plan) -> float:
         return self._cost.step_s(Batch.of(plan, self._num_ranks))
@@ -147,41 +157,42 @@ class CostPolicy:
         if load.is_idle:
             self._last = None
             return None
-        comparison = self._comparer.compare(load, self._step_s)
+        comparison = self._comparer.compare(load, self._step_s, self._past)
         self._doubt.looked(comparison, load, min(since, 2 * QUIET_LOOK_S))
         best = comparison.best
-        verdict = self._verdict(comparison, best, load.now)
+        verdict = self._verdict(comparison, best, load.now, min(since, 2 * QUIET_LOOK_S))
         self._last = (load, comparison, verdict or "go")
         if verdict is not None:
             return None
-        self._wish = None
-        self._keep_until = load.now + best.switch.seconds + self._doubt.factor * max(
-            DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S
-        )
+        self._wish, self._missed = None, 0.0
+        self._keep_until = load.now + best.switch.seconds + max(DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S)
         self._doubt.changed(load.layout, best, comparison.candidates[0], load.now)
         moved = best.homes != load.home if best.moves_owners else []
         owners = {int(load.slots[i]): int(best.homes[i]) for i in range(load.running) if len(moved) and moved[i]}
         return Decision(best.layout, reason(comparison, best, load), _kind(comparison, best, load), owners)
 
-    def _verdict(self, comparison: Comparison, best: Candidate, now: float) -> str | None:
+    def _verdict(self, comparison: Comparison, best: Candidate, now: float, since_s: float) -> str | None:
         """Why to stay; None to go to the best."""
-        if best is comparison.candidates[0]:
-            self._wish = None
+        here = comparison.candidates[0]
+        if best is here:
+            self._wish, self._missed = None, 0.0
             return "no layout would be better"
+        wish = (best.layout, best.moves_owners)
+        if wish != self._wish:
+            self._agreed, self._missed = 0, 0.0
+        self._wish = wish
+        self._agreed += 1
+        self._missed += since_s * max(1 - best.costs[0] / max(here.costs[0], 1e-9), 0.0) if self._agreed > 1 else 0.0
         ahead = max(comparison.ahead_s, 1e-9)
         way_back = RETURN_CHANCE * (best.back_cost_s + RETURN_LOSS * best.back_s)
         needed = self._doubt.factor * (HYSTERESIS * ahead + way_back)
-        if best.gain_s < needed:
-            self._wish = None
-            name = best.layout.name.lower()
-            return f"{name} would save {best.gain_s:.3g} s, less than the {needed:.3g} s to be sure of"
-        wish = (best.layout, best.moves_owners)
-        self._agreed = self._agreed + 1 if wish == self._wish else 1
-        self._wish = wish
+        name = best.layout.name.lower()
+        if best.gain_s + self._missed < needed:
+            return f"{name} would save {best.gain_s:.3g} s, less than the {needed - self._missed:.3g} s to be sure of"
         if now < self._keep_until:
             return f"kept for {self._keep_until - now:.2g} s more after the last change"
         if self._agreed < LOOKS and best.gain_s < SURE * ahead:
-            return f"{best.layout.name.lower()} looks better, to be looked at again"
+            return f"{name} looks better, to be looked at again"
         return None
 
     def explain(self) -> dict[str, object]:
