@@ -138,6 +138,6 @@ def _assumptions(base: EngineConfig, trace: Trace, limit: int, shortened: int) -
                  f"may slow steps by {base.migration_max_slowdown:.0%}"),
         ("auto", "reckons with the very cost model that steps take their time by, unless it is told another device"),
         ("prefixes", "no prefix cache: every prompt is computed whole"),
-        ("ceiling", "an upper bound nobody can reach: each step in its fastest layout, switching free, the roomiest "
-                    "layout's cache"),
+        ("ceiling", "an upper bound that no server can reach: each step in its fastest layout, switching free, the "
+                    "roomiest layout's cache, under DP prompts shared out evenly over ranks"),
     )  # fmt: skip

@@ -48,32 +48,52 @@ def cheapest_price(
     config: EngineConfig,
     capacity_tokens: dict[Layout, int],
     held_tokens: Callable[[], int],
+    waiting: Callable[[], int],
 ) -> Price:
-    """A plan costs what the fastest of the layouts takes whose whole cache holds what is held now.
+    """A plan costs what the fastest of the layouts takes whose whole cache holds what is held now, or of all of them
+    if none does.
 
-    Owners (or homes) are those of the plan. Nothing is moved: whatever layout the step before had, each is there.
+    Owners and homes are those of the plan; but prompts, which plans of this kind compute one after the other, are taken
+    to lie on as many ranks under DP as there are prompts, in the plan and waiting. Nothing is moved: whatever layout
+    the step before had, each is there.
     """
-
-    def absorbed(plan: Plan, layout: Layout) -> np.ndarray:
-        longest = config.dop_absorbed_tokens if layout is Layout.DOP else config.absorbed_tokens
-        return plan.count <= longest
 
     def price(plan: Plan, moved_bytes: int) -> tuple[float, Layout]:
         held = held_tokens()
         batch = Batch.of(plan, config.num_ranks)
         options = []
         for layout, room in capacity_tokens.items():
-            if layout is not plan.layout and held > room:
+            if held > room and room < max(capacity_tokens.values()):
                 continue
-            chunks = absorbed(plan, layout)
-            if np.array_equal(chunks, plan.absorbed):
+            longest = config.dop_absorbed_tokens if layout is Layout.DOP else config.absorbed_tokens
+            absorbed = plan.count <= longest
+            if np.array_equal(absorbed, plan.absorbed):
                 here = dataclasses.replace(batch, layout=layout)
             else:
-                here = Batch.of(dataclasses.replace(plan, layout=layout, absorbed=chunks), config.num_ranks)
+                here = Batch.of(dataclasses.replace(plan, layout=layout, absorbed=absorbed), config.num_ranks)
+            if layout is Layout.DP and not absorbed.all():
+                here = _spread(here, int((~absorbed).sum()) + waiting())
             options.append((cost.step_s(here), layout))
         return min(options)
 
     return price
+
+
+def _spread(batch: Batch, prompts: int) -> Batch:
+    """The same work, with that of prompts shared out evenly over `prompts` ranks, those that decode least."""
+    ranks = np.argsort(batch.decode_tokens, kind="stable")[:prompts]
+
+    def even(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(len(values))
+        out[ranks] = values.sum() / len(ranks)
+        return out
+
+    return dataclasses.replace(
+        batch,
+        prefill_tokens=even(batch.prefill_tokens),
+        prefill_pairs=even(batch.prefill_pairs),
+        prefill_context=even(batch.prefill_context),
+    )
 
 
 class SimulatedEngine:

@@ -19,6 +19,7 @@ from splash_trt.simulate.clock import SimulatedClock
 from splash_trt.simulate.engine import (
     END_OF_TEXT,
     FILLER,
+    Price,
     SimulatedEngine,
     StepCost,
     cheapest_price,
@@ -67,21 +68,24 @@ def ceiling(
     """What nobody can reach: the same scheduler, each step taking as long as under the layout that is fastest for it,
     with every layout's weights and every request's cache always where that layout wants them.
 
-    Room: admission goes by the roomiest of the allowed layouts alone, all the time (among equals one whose requests
-    have owners), and a step may take the time of any layout whose total of distinct tokens is no less than what is
-    held, however it would lie on its ranks. Owners and homes are those that admission chose. It is an upper bound of
-    what following the load can bring with this scheduler, not of what another scheduler could do.
+    Room: admission goes by the roomiest of the allowed layouts alone, all the time, and a step may take the time of any
+    layout whose total of distinct tokens is no less than what is held, however it would lie on its ranks. Owners and
+    homes are those that admission chose. Prompts are computed one after the other, as in every layout but DP, whose
+    step is taken to have them shared out over its ranks all the same (see engine.cheapest_price). It bounds what
+    following the load can bring with this scheduler, not what another scheduler could do; and it is greedy: where
+    letting in fewer requests ends the last one sooner, a run can come out ahead of it by a hair.
     """
     room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
-    order = (Layout.DOP, Layout.DP, Layout.CP, Layout.TP)
-    roomiest = max(room, key=lambda layout: (room[layout], -order.index(layout)))
-    alone = dataclasses.replace(config, layout=roomiest, layouts=())
+    roomiest = max(room, key=lambda layout: (room[layout], layout is not Layout.TP))
+    # CP's accounting for DP's room, which is as large: DP's would make plans with prompts spread over owners.
+    accounting = Layout.CP if roomiest is Layout.DP else roomiest
+    alone = dataclasses.replace(config, layout=accounting, layouts=())
 
-    def price(scheduler: Scheduler) -> Callable:
+    def price(scheduler: Scheduler) -> Price:
         def held() -> int:
             return int(scheduler.directory.live_pages().sum()) * config.page_tokens
 
-        return cheapest_price(cost, alone, room, held)
+        return cheapest_price(cost, alone, room, held, lambda: scheduler.num_waiting)
 
     return _Run(model, alone, source, policy=None).serve(price, CEILING, progress)
 
@@ -106,7 +110,7 @@ class _Run:
         self._max_tokens = 1 << (source.max_output - 1).bit_length()
         self._prompts: dict[int, tuple[int, ...]] = {}
 
-    def serve(self, price_of: Callable, label: str, progress: Progress | None) -> Outcome:
+    def serve(self, price_of: Callable[[Scheduler], Price], label: str, progress: Progress | None) -> Outcome:
         """To the end."""
         clock, source, scheduler = SimulatedClock(), self._source, self._scheduler
         engine = SimulatedEngine(self._config, self._sizes, price_of(scheduler), clock, source)

@@ -44,7 +44,8 @@ def test_a_table_with_its_assumptions_and_the_same_as_json(tmp_path: Path) -> No
 
 
 def test_the_same_command_prints_the_same() -> None:
-    assert called("--layouts", "auto,dp").output == called("--layouts", "auto,dp").output
+    first = called("--layouts", "auto,tp,dp")
+    assert first.exit_code == 0 and first.output == called("--layouts", "auto,tp,dp").output
 
 
 def test_a_recorded_load(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_auto_may_be_wrong_about_the_device() -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    result = called("--layouts", "auto,dp", "--plots", str(tmp_path / "plots"))
+    result = called("--layouts", "auto,tp,dp", "--plots", str(tmp_path / "plots"))
     assert result.exit_code == 0, result.output
     for name in ("timeline", "tpot", "map"):
         data = (tmp_path / "plots" / f"{name}.png").read_bytes()
