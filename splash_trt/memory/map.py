@@ -10,10 +10,11 @@ The top `others_bytes` is pages while residency is SHARD and the other ranks' he
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
-from splash_trt.config import EngineConfig, Layout
+from splash_trt.config import EngineConfig, Formats, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
 from splash_trt.migration.diff import Sizes
 from splash_trt.models.config import ModelConfig
@@ -63,13 +64,20 @@ def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return model.num_layers * config.page_tokens * row_bytes(model, config)
 
 
+@functools.lru_cache(maxsize=4096)
+def _weight_bytes(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats) -> tuple[int, int]:
+    """Of `own` and `others`: every layer's tensors are laid out to count them, and every question of room asks."""
+    own, others = (block(model, rank, num_ranks, dtype, formats) for block in (own_block, others_block))
+    return own.num_bytes, others.num_bytes
+
+
 def memory_map(model: ModelConfig, config: EngineConfig, rank: int) -> MemoryMap:
-    ranks, dtype, formats = config.num_ranks, config.dtype, config.formats
+    own_bytes, others_bytes = _weight_bytes(model, rank, config.num_ranks, config.dtype, config.formats)
     return MemoryMap(
         memory_bytes=config.memory_bytes,
         workspace_bytes=context_workspace_bytes(model, config),
-        own_bytes=own_block(model, rank, ranks, dtype, formats).num_bytes,
-        others_bytes=others_block(model, rank, ranks, dtype, formats).num_bytes,
+        own_bytes=own_bytes,
+        others_bytes=others_bytes,
         page_bytes=page_bytes(model, config),
     )
 
