@@ -112,7 +112,7 @@ def random_trace(rng: Generator, *, phases: int = 0, size: float = 1.0, room_tok
     clients, a crowd, long prompts, a crowd with more context than the cache holds, and two of these together.
 
     One kind has most of the phases, so that over many seeds each layout is the best one for some. size: of all counts.
-    room_tokens: what data parallelism's cache holds; the full crowd wants about 1.5 times as much.
+    room_tokens: what data parallelism's cache holds; the full crowd wants about twice as much in the end.
     """
     kinds = ("few", "crowd", "prompts", "full", "mixed")
     favourite = kinds[rng.integers(len(kinds))]
@@ -137,14 +137,16 @@ def _phase(rng: Generator, kind: str, size: float, room_tokens: int) -> Trace:
         median = count(300, 1500)
         part = reasoning(rng, requests=clients * 3, output_median=median, output_sigma=0.3, clients=clients)
     elif kind == "crowd":
-        part = rollouts(rng, prompts=count(16, 64), samples=8, output_median=count(200, 800), output_sigma=0.5)
+        many, median = count(32, 128), count(300, 1200)
+        part = rollouts(rng, prompts=many, samples=8, prompt_tokens=256, output_median=median, output_sigma=0.4)
     elif kind == "prompts":
         part = prompts(rng, requests=count(4, 16), prompt_tokens=int(rng.integers(16_000, 64_000)))
-    else:
-        context = int(rng.integers(6000, 12_000))
-        many = max(8, round(size * 1.5 * room_tokens / context))
+    else:  # mostly output, so that what the cache holds decides and not how fast prompts are computed
+        context = int(rng.integers(1500, 3000))
+        many = max(8, round(size * 2 * room_tokens / context))
+        prompt = context // 4
         part = rollouts(
-            rng, prompts=many, samples=1, prompt_tokens=context, output_median=count(200, 500), output_sigma=0.5
+            rng, prompts=many, samples=1, prompt_tokens=prompt, output_median=context - prompt, output_sigma=0.3
         )
     return dataclasses.replace(part, name=kind)
 
