@@ -53,15 +53,27 @@ for folder in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"/
         print(folder)
         break
 else:
-    sys.exit(f"scripts/triton_server.sh: found no {name}; on Debian or Ubuntu: apt-get install {name[:-7]}")
+    sys.exit(1)
 PYTHON
+}
+
+# Debian and Ubuntu leave it out of their Python.
+install_library() {
+    local package
+    package="$("$home/venv/bin/python" -c 'import sys; print("libpython%d.%d" % sys.version_info[:2])')"
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        fail "found no $package.so.1.0. On Debian or Ubuntu: sudo apt-get install -y $package"
+    fi
+    echo "installing $package with apt-get" >&2
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends "$package" >/dev/null
 }
 
 [ $# -gt 0 ] || fail "usage: bash scripts/triton_server.sh REPOSITORY [arguments of tritonserver]"
 if [ "$(cat "$home/installed" 2>/dev/null)" != "$(stamp)" ]; then
     install
 fi
-libraries="$(library_folder)"
+library_folder >/dev/null || install_library
+libraries="$(library_folder)" || fail "found no shared library of $("$home/venv/bin/python" --version)"
 [ "$1" != "--install-only" ] || exit 0
 repository="$1"
 shift

@@ -110,10 +110,15 @@ class TritonServer:
         return self._process.wait(END_S)
 
     def close(self) -> None:
-        """End what is left."""
+        """End what is left, and remove the shared memory that Triton leaves behind when it is killed."""
+        regions: set[str] = set()
         if self._process.poll() is None:
+            maps = Path(f"/proc/{self._process.pid}/maps").read_text().splitlines()
+            regions = {line.split()[5] for line in maps if "/dev/shm/triton_python_backend" in line}
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 process.kill()
             self._process.kill()
         self._process.wait()
+        for region in regions:
+            Path(region).unlink(missing_ok=True)
         self._log.close()
