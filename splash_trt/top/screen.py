@@ -28,7 +28,9 @@ def show(url: str, api_key: str | None, *, window_s: int, interval_s: float | No
         remedy = "; give it with --api-key or --api-key-file" if error.status == 401 else ""
         raise OSError(f"the server at {url} refused: {error}{remedy}") from None
     if interval_s is None:
-        console.print(view(snapshot, style, console.width, window_s))
+        with console.capture() as captured:
+            console.print(view(snapshot, style, console.width, window_s))
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
         return
     try:
         _follow(client, snapshot, console, style, window_s, interval_s)

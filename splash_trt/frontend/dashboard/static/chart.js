@@ -156,8 +156,8 @@ function timeTicks(timeline, { from, to, x, width }) {
   for (let time = Math.ceil((from + timeline.begins) / step) * step; time <= to + timeline.begins; time += step) {
     const at = x(time - timeline.begins);
     nodes.push(svg("path", { d: `M${at} ${BOTTOM} v5`, class: "grid" }));
-    const anchor = at < LEFT + 24 ? "start" : at > width - RIGHT - 28 ? "end" : "middle";
-    nodes.push(svg("text", { x: at, y: HEIGHT - 8, class: "axis", "text-anchor": anchor }, say(time)));
+    const hasRoom = at > LEFT - 10 && at < width - RIGHT - 20;
+    if (hasRoom) nodes.push(svg("text", { x: at, y: HEIGHT - 8, class: "axis middle" }, say(time)));
   }
   return nodes;
 }
@@ -184,11 +184,12 @@ export function describe(timeline, length) {
   if (!tokens.length) return "No full second has passed yet.";
   const num = timeline.recent.filter((one) => one.began_s >= from).length;
   const layouts = shares(timeline, from, to).join(", ") || "no layout yet";
+  const output = known(timeline, "output_tokens", from, to);
   const most = Math.max(...known(timeline, "running", from, to));
-  const seen = tokens.length < length ? `${plural(tokens.length, "second")} seen so far` : `Last ${plural(length / 60, "minute")}`;
+  const seen = tokens.length < length ? `${plural(tokens.length, "second")} so far` : `Last ${Math.round(length / 60)} minutes`;
   return (
     `${seen}: ${layouts}; ${num ? plural(num, "switch").replace("switchs", "switches") : "no switch"}; at most ` +
-    `${plural(most, "request")} running; ${count(mean(tokens))} tokens/s on average, ${count(Math.max(...tokens))} at most.`
+    `${plural(most, "request")} running; ${count(mean(output))} output tokens/s on average, ${count(Math.max(...output))} at most.`
   );
 }
 

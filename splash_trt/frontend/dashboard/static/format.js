@@ -4,6 +4,7 @@ const WHOLE = new Intl.NumberFormat("en");
 const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const MINUTES = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
 export const NONE = "–";
+const SPACE = "\u00a0"; // a line never ends between a number and its unit
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -15,7 +16,7 @@ export function count(value) {
 /** With a unit of three digits: 1.2 k, 34 M. */
 export function short(value) {
   if (!isNumber(value)) return NONE;
-  const unit = ["", " k", " M", " G", " T"];
+  const unit = ["", "k", "M", "G", "T"].map((prefix) => prefix && SPACE + prefix);
   let power = 0;
   while (Math.abs(value) >= 1000 && power < unit.length - 1) {
     value /= 1000;
@@ -25,14 +26,14 @@ export function short(value) {
 }
 
 export function bytes(value) {
-  return isNumber(value) ? (value < 1000 ? `${Math.round(value)} B` : `${short(value)}B`) : NONE;
+  return isNumber(value) ? (value < 1000 ? `${Math.round(value)}${SPACE}B` : `${short(value)}B`) : NONE;
 }
 
 export function duration(seconds) {
   if (!isNumber(seconds)) return NONE;
-  if (seconds === 0) return "0 s";
-  if (Math.abs(seconds) < 0.1) return `${(seconds * 1000).toFixed(Math.abs(seconds) < 0.01 ? 1 : 0)} ms`;
-  return Math.abs(seconds) < 100 ? `${Number(seconds.toPrecision(3))} s` : `${Math.round(seconds)} s`;
+  if (seconds === 0) return `0${SPACE}s`;
+  if (Math.abs(seconds) < 0.1) return `${(seconds * 1000).toFixed(Math.abs(seconds) < 0.01 ? 1 : 0)}${SPACE}ms`;
+  return Math.abs(seconds) < 100 ? `${Number(seconds.toPrecision(3))}${SPACE}s` : `${Math.round(seconds)}${SPACE}s`;
 }
 
 export function signed(seconds) {
@@ -44,7 +45,7 @@ export function percent(share) {
   if (!isNumber(share)) return NONE;
   const value = share * 100;
   const digits = Math.abs(value) > 0 && Math.abs(value) < 1 ? 1 : 0;
-  return `${value.toFixed(digits).replace("-", "−")} %`;
+  return `${value.toFixed(digits).replace("-", "−")}${SPACE}%`;
 }
 
 export const clock = (seconds) => CLOCK.format(seconds * 1000);

@@ -10,6 +10,7 @@ import { showCandidates, showRanks, showSwitch, showSwitches, sayEvent } from ".
 const POLL_MS = 1000;
 const POLL_SWITCHING_MS = 250;
 const RATE_S = 5;
+const SHORTEST_S = 120;
 
 const $ = (id) => document.getElementById(id);
 const timeline = new Timeline();
@@ -117,7 +118,11 @@ function showNow(status) {
 }
 
 function showTimeline() {
-  const length = Number(document.querySelector("input[name=window]:checked").value);
+  // Not much further back than there is anything to see.
+  const length = Math.min(
+    Number(document.querySelector("input[name=window]:checked").value),
+    Math.max(SHORTEST_S, 10 * Math.ceil((timeline.next - timeline.first) / 10)),
+  );
   const width = Math.max(280, $("chart").clientWidth);
   $("chart").replaceChildren(chart.draw(timeline, length, width));
   setText($("chart-text"), chart.describe(timeline, length));
@@ -151,7 +156,7 @@ function showWhy(explain) {
       `${count(load.held_tokens)} tokens held, ${count(load.prompt_tokens_to_compute)} prompt tokens to compute, about ` +
       `${count(load.expected_output_tokens_left)} output tokens left.`
     : "");
-  showCandidates($("candidates"), policy?.candidates ?? [], explain.layout);
+  showCandidates($("candidates"), policy?.candidates ?? [], policy?.layout);
 }
 
 // --- what can be asked for
