@@ -49,32 +49,42 @@ class Lengths:
         return float(self.left(np.zeros(1))[0])
 
 
-class Rate:
-    """Arrivals per second over the last SECONDS, without the BURSTS fullest of them: requests that come all at once say
-    nothing of what will follow."""
+class Arrivals:
+    """Requests that came in the last SECONDS, without the BURSTS fullest of these: what comes all at once says nothing
+    of what will follow."""
 
-    SECONDS = 12
+    SECONDS = 30
     BURSTS = 2
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[int, int]] = deque()  # (second, arrivals in it)
+        self._seconds: deque[list[int]] = deque()  # second; in it: requests, tokens of their prompts, squares of these
+        self._begin: int | None = None
 
-    def add(self, now: float, count: int = 1) -> None:
-        """`count` requests arrived."""
+    def add(self, now: float, prompt_tokens: int) -> None:
+        """One arrived."""
         second = int(now)
-        if self._counts and self._counts[-1][0] == second:
-            count += self._counts.pop()[1]
-        self._counts.append((second, count))
+        if self._begin is None:
+            self._begin = second
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append([second, 0, 0, 0])
+        last = self._seconds[-1]
+        last[1] += 1
+        last[2] += prompt_tokens
+        last[3] += prompt_tokens**2
         self._forget(second)
 
-    def per_s(self, now: float) -> float:
+    def rates(self, now: float) -> tuple[float, float, float]:
+        """(requests per second, prompt tokens per second, tokens of the prompt that a prompt token belongs to)."""
         self._forget(int(now))
-        counts = sorted((count for _, count in self._counts), reverse=True)
-        return sum(counts[self.BURSTS :]) / (self.SECONDS - self.BURSTS)
+        kept = sorted(self._seconds, key=lambda s: (-s[1], s[2]))[self.BURSTS :]
+        count, tokens, squares = (sum(s[field] for s in kept) for field in (1, 2, 3))
+        # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
+        span = max(min(now - (self._begin or 0), self.SECONDS) - self.BURSTS, self.SECONDS / 3)
+        return count / span, tokens / span, squares / tokens if tokens else 0.0
 
     def _forget(self, second: int) -> None:
-        while self._counts and self._counts[0][0] <= second - self.SECONDS:
-            self._counts.popleft()
+        while self._seconds and self._seconds[0][0] <= second - self.SECONDS:
+            self._seconds.popleft()
 
 
 class Past:
@@ -106,4 +116,4 @@ class Outlook:
 
     def __init__(self) -> None:
         self.lengths = Lengths()
-        self.arrivals = Rate()
+        self.arrivals = Arrivals()

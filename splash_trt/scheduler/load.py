@@ -37,6 +37,10 @@ class Load:
     """Expected output of one of them."""
     arrivals_s: float
     """Requests per second of late."""
+    arriving_tokens_s: float
+    """Tokens of their prompts per second."""
+    arriving_prompt: float
+    """Length of the prompt that one of these tokens belongs to, on average."""
     held_pages: np.ndarray
     """[N] pages that ranks hold, those that are leaving not counted."""
     budget_bytes: int

@@ -36,8 +36,8 @@ class Phase:
     tokens: float
     """Output to be made by all of them."""
     prefill_tokens: float
-    prompts: float
-    """Among which prefill_tokens are divided."""
+    prompt: float
+    """Tokens of the prompt that one of prefill_tokens belongs to."""
     presence: float = 1.0
     """The chance that there is anything to do at all."""
     ends: float = 0.0
@@ -70,7 +70,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                 joining_context=load.waiting_tokens / max(load.waiting, 1) + load.waiting_left / 2,
                 tokens=load.waiting * load.waiting_left,
                 prefill_tokens=prefill,
-                prompts=float((load.prefill > 0).sum()) + load.waiting,
+                prompt=prefill / max(float((load.prefill > 0).sum()) + load.waiting, 1.0),
                 ends=0.0 if load.running else 1.0,
             )
         )
@@ -84,7 +84,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
             steps, middle = (end - begin) * life, (begin + end) / 2 * life
             alive = np.exp(-middle / np.maximum(load.left, 1.0))
             expected = float(alive.sum())
-            arriving = load.arrivals_s * step_s * steps
+            arriving = load.arriving_tokens_s * step_s * steps
             found.append(
                 Phase(
                     alive=alive / min(expected, 1.0),
@@ -92,8 +92,8 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                     joining=newcomers,
                     joining_context=prompt + load.waiting_left / 2,
                     tokens=steps * (max(expected, 1.0) + newcomers),
-                    prefill_tokens=arriving * prompt,
-                    prompts=arriving,
+                    prefill_tokens=arriving,
+                    prompt=load.arriving_prompt,
                     presence=min(expected + newcomers, 1.0),
                     ends=ending,
                 )
@@ -160,7 +160,7 @@ class Estimator:
         mixed, mixed_s = 0.0, 0.0
         if prefill > 0:
             most = max(self._config.max_batch_tokens - concurrency, 1.0)
-            chunk = min(most, max(phase.prefill_tokens, 1.0))
+            chunk = min(most, max(phase.prefill_tokens, phase.prompt, 1.0))
             mixed = prefill / chunk
             # Those that wait for their prompts to be computed do not decode yet.
             mixed_s = self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, chunk))
@@ -190,12 +190,12 @@ class Estimator:
             tokens, context = tokens + more, context + more * phase.joining_context
         prefill, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
         if chunk:
-            prompt = phase.prefill_tokens / max(phase.prompts, 1.0)
-            at_once = max(chunk / max(prompt, 1.0), 1.0)  # prompts in one chunk
+            prompt = max(phase.prompt, 1.0)
+            at_once = max(chunk / prompt, 1.0)  # prompts in one chunk
             ranks = 1 if replicated else int(min(max(round(at_once), 1), n))
-            middle = min((prompt + min(chunk, prompt)) / 2, max(prompt, 1.0))  # where a chunk ends, on average
+            middle = min((prompt + min(chunk, prompt)) / 2, prompt)  # where a chunk ends, on average
             prefill[:ranks] = chunk / ranks
-            pairs[:ranks] = chunk / ranks * max(prompt / 2, 1.0)
+            pairs[:ranks] = chunk / ranks * prompt / 2
             reached[:ranks] = at_once / ranks * middle
         return Batch(
             layout=layout,
@@ -204,7 +204,7 @@ class Estimator:
             prefill_tokens=prefill,
             prefill_pairs=pairs,
             prefill_context=reached,
-            sampled=int(np.ceil(tokens.sum() + (phase.prompts > 0) * bool(chunk))),
+            sampled=int(np.ceil(tokens.sum())) + bool(chunk),
             decode_longest=int(phase.context.max(initial=0.0)) if len(homes) else 0,
         )
 

@@ -78,7 +78,7 @@ class Scheduler:
         self._growth = Growth(self._ledger, self.switcher, config.page_tokens, self._preempt)
         self._queue = WaitingQueue(config.max_wait_s)
         self._deadlines: list[tuple[float, int, str]] = []  # (when, arrival, id): a heap
-        self._expected_output = expected_output
+        self._expected_output = self.outlook.lengths.left if expected_output is None else expected_output
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[InFlight] = deque()
         self._arrivals = 0
@@ -135,7 +135,7 @@ class Scheduler:
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (now + request.deadline_s, sequence.arrival, request.id))
         self._sequences[request.id] = sequence
-        self.outlook.arrivals.add(now)
+        self.outlook.arrivals.add(now, len(request.prompt))
         self._queue.push(sequence)
 
     def cancel(self, request_id: str, reason: str | None = None) -> TokenDelta | None:
@@ -172,6 +172,7 @@ class Scheduler:
         total, prompt = s.total[live], s.prompt[live]
         generated = np.maximum(total - prompt, 0)
         limit_left = s.limit[live] - total
+        arrivals_s, tokens_s, prompt_tokens = self.outlook.arrivals.rates(now)
         return Load(
             now=now,
             layout=self.layout,
@@ -186,7 +187,9 @@ class Scheduler:
             waiting=len(self._queue),
             waiting_tokens=self._queue.num_tokens,
             waiting_left=self.outlook.lengths.mean(),
-            arrivals_s=self.outlook.arrivals.per_s(now),
+            arrivals_s=arrivals_s,
+            arriving_tokens_s=tokens_s,
+            arriving_prompt=prompt_tokens,
             held_pages=self.directory.live_pages(),
             budget_bytes=self._config.migration_bytes,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splash_trt.scheduler.forecast import PRIOR_WEIGHT, Lengths, Rate
+from splash_trt.scheduler.forecast import PRIOR_WEIGHT, Arrivals, Lengths
 
 
 def told(*ended: int) -> Lengths:
@@ -42,20 +42,24 @@ def test_the_latest_lengths_count() -> None:
     assert lengths.mean() < 12
 
 
-def test_rate() -> None:
-    rate = Rate()
-    assert rate.per_s(5.0) == 0
+def test_arrivals() -> None:
+    arrivals = Arrivals()
+    assert arrivals.rates(5.0) == (0, 0, 0)
     for i in range(400):
-        rate.add(i / 4)
-    assert rate.per_s(100.0) == pytest.approx(4, rel=0.15)
-    assert rate.per_s(500.0) == 0
+        arrivals.add(i / 4, 100)
+    per_s, tokens_s, prompt = arrivals.rates(99.9)
+    assert per_s == pytest.approx(4, rel=0.1) and tokens_s == pytest.approx(400, rel=0.1) and prompt == 100
+    assert arrivals.rates(500.0) == (0, 0, 0)
 
 
 def test_a_burst_is_no_rate() -> None:
-    rate = Rate()
+    arrivals = Arrivals()
     for i in range(1000):
-        rate.add(0.99 + i / 10_000)
-    assert rate.per_s(2.0) == 0
-    for i in range(10):
-        rate.add(3.0 + i)
-    assert rate.per_s(12.9) == pytest.approx(1, rel=0.15)
+        arrivals.add(100.99 + i / 10_000, 500)
+    assert arrivals.rates(102.0) == (0, 0, 0)
+    for i in range(20):
+        arrivals.add(103.0 + i, 30_000 if i % 10 == 0 else 300)
+    per_s, tokens_s, prompt = arrivals.rates(125.0)
+    assert per_s == pytest.approx(20 / 23, rel=0.2)
+    assert prompt > 25_000, "a token's prompt, not a request's"
+    assert tokens_s == pytest.approx((2 * 30_000 + 18 * 300) / 23, rel=0.2)

@@ -56,6 +56,8 @@ def load(layout: Layout = Layout.TP, running: int = 1, context: int = 2000, **ch
         waiting_tokens=0,
         waiting_left=500.0,
         arrivals_s=0.0,
+        arriving_tokens_s=0.0,
+        arriving_prompt=0.0,
         held_pages=np.full(N, pages if replicated else pages // N),
         budget_bytes=CONFIG.migration_bytes,
     )
@@ -225,14 +227,15 @@ class TestPhases:
     def test_work_is_all_there(self) -> None:
         seen = load(running=3, prefill=np.array([100, 0, 0]), waiting=2, waiting_tokens=900)
         first, *rest = phases_of(seen, 0.02)
-        assert first.prefill_tokens == 1000 and first.prompts == 3 and first.tokens == 2 * 500
+        assert first.prefill_tokens == 1000 and first.prompt == pytest.approx(1000 / 3) and first.tokens == 2 * 500
         assert len(rest) == 4 and all(later.prefill_tokens == 0 for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
         assert alive == sorted(alive, reverse=True)
 
     def test_arrivals_join(self) -> None:
-        (phase, *_) = phases_of(load(running=3, arrivals_s=2.0), 0.02)
-        assert phase.joining == pytest.approx(2.0 * 500 * 0.02) and phase.prefill_tokens > 0
+        (phase, *_) = phases_of(load(running=3, arrivals_s=2.0, arriving_tokens_s=900.0, arriving_prompt=450.0), 0.02)
+        assert phase.joining == pytest.approx(2.0 * 500 * 0.02)
+        assert phase.prefill_tokens == pytest.approx(900 * 0.02 * 0.4 * 500) and phase.prompt == 450
 
     def test_dealt_out_largest_first(self) -> None:
         seen = load(running=16, held=np.arange(16) * 100)
