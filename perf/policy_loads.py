@@ -1,0 +1,183 @@
+"""Deployments and loads by number, for perf/policy.py and the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Formats, Layout
+from splash_trt.memory.map import capacity
+from splash_trt.models.config import ModelConfig
+from splash_trt.orchestrator import cost_policy
+from splash_trt.scheduler.compare import Objective
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.device import Device
+from splash_trt.scheduler.devices import BUILT_IN
+from splash_trt.scheduler.policy import CostPolicy
+from splash_trt.simulate.adversary import Adversary
+from splash_trt.simulate.compare import Comparison, compare, configs
+from splash_trt.simulate.generators import make, random_trace
+from splash_trt.simulate.outcome import AUTO, CEILING, Outcome
+from splash_trt.simulate.run import ceiling, longest_request, simulate
+from splash_trt.simulate.source import TraceSource
+from splash_trt.simulate.traces import Trace
+from tests.oracles.published_configs import GLM_5, V3, V32, parse
+
+FIXED = tuple(layout.name.lower() for layout in Layout)
+LABELS = (*FIXED, AUTO, CEILING)
+MEMORY_SHARE = 0.9
+MAX_BATCH_TOKENS = 16384
+MAX_RUNNING = 2048
+MIGRATION_BYTES = 128 << 20
+"""In a step of 10 ms: 13 GB/s, which cost a memory-bound step on an H200 below 1 % when it was measured."""
+OPEN_EVERY = 5  # of the random traces one in so many has open arrivals
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A published model's hyper-parameters on 8 devices, all other weights and the cache in FP8."""
+
+    model_name: str
+    device_name: str
+    attention: str
+    """Format of attention's head-cut weights, which TP and CP split and DP and DOP need whole."""
+
+    @property
+    def model(self) -> ModelConfig:
+        return parse({"deepseek-v3.2": V32, "deepseek-v3": V3, "glm-5": GLM_5}[self.model_name])
+
+    @property
+    def device(self) -> Device:
+        return BUILT_IN[self.device_name]
+
+    @property
+    def base(self) -> EngineConfig:
+        return EngineConfig(
+            num_ranks=8,
+            dtype="bfloat16",
+            formats=Formats(weights="fp8", attention=self.attention, cache="fp8"),
+            memory_bytes=int(self.device.memory_bytes * MEMORY_SHARE),
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_running=MAX_RUNNING,
+            migration_bytes=MIGRATION_BYTES,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model_name}, 8 x {self.device_name}, attention {self.attention}"
+
+    def room(self) -> dict[str, int]:
+        """Distinct tokens that each layout's cache holds, alone in its deployment."""
+        alone = {layout: dataclasses.replace(self.base, layout=layout, layouts=()) for layout in Layout}
+        return {layout.name.lower(): capacity(self.model, c, layout).total_tokens for layout, c in alone.items()}
+
+    def policy(self, config: EngineConfig) -> CostPolicy:
+        return cost_policy(self.model, config, self.device, Objective())
+
+    def fitting(self, load: Trace) -> Trace:
+        """With no request longer than the least roomy deployment takes."""
+        deployments = configs(self.base, (AUTO, *FIXED)).values()
+        return load.clipped(min(longest_request(self.model, config) for config in deployments))[0]
+
+    def outcome(self, load: Trace, label: str) -> Outcome:
+        """`load` under a fixed layout, AUTO, or at the CEILING."""
+        config = configs(self.base, (AUTO, *FIXED))[AUTO if label == CEILING else label]
+        cost, source = CostModel(self.model, config, self.device), TraceSource(load)
+        if label == CEILING:
+            return ceiling(self.model, config, cost, source)
+        policy = self.policy(config) if label == AUTO else None
+        return simulate(self.model, config, cost, source, label=label, policy=policy)
+
+    def compare(self, load: Trace | Adversary) -> Comparison:
+        """`load` under all labels."""
+        cost = CostModel(self.model, self.base, self.device)
+        return compare(self.model, self.base, cost, load, (AUTO, *FIXED), self.policy)
+
+
+DEPLOYMENTS = (
+    Deployment("deepseek-v3.2", "h200", "fp8"),
+    Deployment("glm-5", "b200", "fp8"),
+    Deployment("deepseek-v3.2", "h200", "bfloat16"),
+    Deployment("glm-5", "b200", "bfloat16"),
+    Deployment("deepseek-v3", "h200", "fp8"),
+)
+"""The last one has no indexer: every token reads its whole context."""
+SPARSE = 4  # the first so many take turns over random loads
+
+
+def deployment(kind: str, number: int) -> Deployment:
+    """A random load's by its seed, a published kind's by its place among DEPLOYMENTS."""
+    return DEPLOYMENTS[number if kind in KINDS else number % SPARSE]
+
+
+KINDS = {
+    "rollouts": "rollouts:prompts=128,samples=16",
+    "agents": "agents:sessions=512",
+    "reasoning": "reasoning:requests=1024,rate=8",
+}
+"""Loads as figures have been published for, with as many requests as fill 8 devices; lengths as the generators have
+them by default."""
+
+
+def load_of(kind: str, number: int, size: float) -> Trace | Adversary:
+    """The load of a case; size: of its counts, of random loads and adversaries only."""
+    where = deployment(kind, number)
+    if kind == "adversary":
+        return adversary(number, size)
+    if kind == "random":
+        return where.fitting(random_load(number, where.room()["dp"], size))
+    made = make(KINDS[kind], seed=1)
+    assert isinstance(made, Trace)
+    return where.fitting(made)
+
+
+def random_load(seed: int, room_tokens: int, size: float = 1.0) -> Trace:
+    """Of `splash-trt simulate --trace random`, or every OPEN_EVERY-th with open arrivals. size: of all counts."""
+    rng = np.random.default_rng(seed)
+    return open_arrivals(rng, size) if is_open(seed) else random_trace(rng, size=size, room_tokens=room_tokens)
+
+
+def is_open(seed: int) -> bool:
+    return seed % OPEN_EVERY == 0
+
+
+PERIOD_S = 60.0
+
+
+def open_arrivals(rng: np.random.Generator, size: float = 1.0) -> Trace:
+    """Two to four periods of a minute, each with its own rate of arrivals (a Poisson process, 0.2 to 20 a second) and
+    its own lengths: prompts of 256 to 16,384 tokens and answers of 100 to 800, medians of log-normals."""
+
+    def median(low: float, high: float) -> float:
+        return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    arrival, prompt, output, notes, begin = [], [], [], [], 0.0
+    for _ in range(int(rng.integers(2, 5))):
+        rate, prompt_median, output_median = median(0.2, 20), median(256, 16384), median(100, 800)
+        count = max(1, int(rng.poisson(rate * PERIOD_S * size)))
+        arrival.append(begin + np.sort(rng.uniform(0, PERIOD_S * size, count)))
+        prompt.append(np.maximum(1, np.rint(prompt_median * np.exp(rng.normal(0, 0.6, count)))))
+        output.append(np.maximum(1, np.rint(output_median * np.exp(rng.normal(0, 0.6, count)))))
+        notes.append(f"{rate:.1f}/s of {prompt_median:.0f} + {output_median:.0f}")
+        begin += PERIOD_S * size
+    columns = (np.concatenate(column) for column in (arrival, prompt, output))
+    return Trace.open("open", *columns, notes=(f"open: {', '.join(notes)}",))
+
+
+def adversary(seed: int, size: float = 1.0) -> Adversary:
+    """Turns between few clients and many."""
+    return Adversary(seed, **adversary_numbers(seed, size))
+
+
+def adversary_numbers(seed: int, size: float) -> dict[str, int]:
+    """How many clients it has, and how long their requests are. size: of the number of requests."""
+    rng = np.random.default_rng(1000 + seed)
+    return {
+        "requests": max(64, round(size * 4000)),
+        "few": int(rng.integers(1, 5)),
+        "many": int(rng.choice([128, 256, 512, 1024])),
+        "prompt_tokens": int(rng.choice([256, 1024, 4096])),
+        "long_output": int(rng.integers(500, 2000)),
+        "short_output": int(rng.integers(100, 300)),
+    }
