@@ -177,7 +177,8 @@ class Orchestrator:
         self._turns += 1
         if self._policy is None or not self._auto or self.scheduler.switcher.busy or self._turns % DECIDE_EVERY:
             return None
-        if not self._policy.wants_to_look(now, self.scheduler.num_running, self.scheduler.num_waiting):
+        scheduler = self.scheduler
+        if not self._policy.wants_to_look(now, scheduler.num_running, scheduler.outlook.arrived_tokens):
             return None
         decision = self._policy.decide(self.scheduler.load(now))
         if decision is None:

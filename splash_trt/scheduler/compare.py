@@ -248,7 +248,7 @@ def _again(
         seconds = switch.seconds(budget_bytes, past.step_s)
         return there + switch.cost_s + min(1.0, seconds / max(here, 1e-12)) * max(here - there, 0.0)
 
-    return min(here, *(going(to) for to in range(len(candidates)) if to != index))
+    return min([here, *(going(to) for to in range(len(candidates)) if to != index)])
 
 
 def _with_past(candidate: Candidate, phases: list[Phase], again_s: float) -> Candidate:

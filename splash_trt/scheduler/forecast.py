@@ -117,3 +117,10 @@ class Outlook:
     def __init__(self) -> None:
         self.lengths = Lengths()
         self.arrivals = Arrivals()
+        self.arrived_tokens = 0
+        """Of all prompts so far."""
+
+    def arrived(self, now: float, prompt_tokens: int) -> None:
+        """A request came."""
+        self.arrivals.add(now, prompt_tokens)
+        self.arrived_tokens += prompt_tokens

@@ -16,7 +16,7 @@ from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.load import Load
 
-LIVES = (0.0, 0.4, 1.0, 2.0, 4.0)  # bounds of the decoding phases, in mean remaining lives of the running requests
+LIVES = (0.0, 0.4, 1.5, 4.0)  # bounds of the decoding phases, in mean remaining lives of the running requests
 FULL = 0.97  # of the cache: beyond it requests get in each other's way
 RARE = 0.01  # share of steps below which the 99th percentile does not see them
 

@@ -21,8 +21,8 @@ from splash_trt.scheduler.load import Load
 from splash_trt.scheduler.phases import Estimator
 
 LOOK_S = 0.1  # between two looks at the load
-QUIET_LOOK_S = 1.0  # while hardly anything changes
-SAME = 0.02  # of the running requests: so many more or fewer are hardly a change
+QUIET_LOOK_S = 0.5  # while hardly anything changes
+SAME = 0.1  # of the running requests: so many more or fewer are hardly a change
 HYSTERESIS = 0.02  # of the time ahead: a smaller gain is not worth being wrong about
 SURE = 0.15  # of the time ahead: a larger gain needs no second look
 LOOKS = 3  # in a row that must agree on a smaller one
@@ -32,7 +32,7 @@ MAX_DOUBT = 16.0
 CALM_S = 120.0  # without a change: doubt halves
 RETURN_CHANCE = 0.5  # that the load will soon want the present layout again
 RETURN_LOSS = 0.2  # of the time that coming back takes: what is lost meanwhile
-OBSERVE_EVERY = 4  # steps without prompts; all with
+OBSERVE_EVERY = {True: 8, False: 2}  # of the steps that only decode, and of those with prompts
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Policy(Protocol):
 
     def observe(self, plan: Plan, result: StepResult) -> None: ...
 
-    def wants_to_look(self, now: float, running: int, waiting: int) -> bool: ...
+    def wants_to_look(self, now: float, running: int, arrived_tokens: int) -> bool: ...
 
     def decide(self, load: Load) -> Decision | None: ...
 
@@ -117,7 +117,10 @@ class CostPolicy:
         self._past = Past()
         self._room = room
         self._step_s = 0.0
-        self._observed = 0
+        self._observed = {True: 0, False: 0}
+        self._chunk = config.max_batch_tokens
+        self._arrived = 0
+        self._running = 0
         self._looked = -1e9
         self._keep_until = -1e9
         self._wish: tuple[Layout, bool] | None = None
@@ -129,28 +132,30 @@ class CostPolicy:
         if not plan.num_tokens:
             return
         self._step_s += 0.2 * (result.seconds - self._step_s) if self._step_s else result.seconds
-        self._observed += 1
         decodes = bool(plan.absorbed.all())
-        if decodes and self._observed % OBSERVE_EVERY:
+        self._observed[decodes] += 1
+        if self._observed[decodes] % OBSERVE_EVERY[decodes]:
             return
         batch = Batch.of(plan, self._num_ranks)
         if not (len(plan.moves) or len(plan.weights) or len(plan.late_moves)):
             self._cost.observe(batch, result.seconds)
-        steps = OBSERVE_EVERY if decodes else 1
         step_s = {layout: self._cost.step_s(batch.under(layout)) for layout in self._room}
-        self._past.add(plan.layout, step_s, steps)
+        self._past.add(plan.layout, step_s, OBSERVE_EVERY[decodes])
 
     def expected_s(self, plan: Plan) -> float:
         return self._cost.step_s(Batch.of(plan, self._num_ranks))
 
-    def wants_to_look(self, now: float, running: int, waiting: int) -> bool:
-        """Whether what a look would see may have changed."""
+    def wants_to_look(self, now: float, running: int, arrived_tokens: int) -> bool:
+        """Whether what a look would see may have changed. arrived_tokens: of all prompts so far."""
         since = now - self._looked
-        if since < LOOK_S or since >= QUIET_LOOK_S or self._last is None or self._wish is not None:
-            return since >= LOOK_S
-        load = self._last[0]
-        prefilling = load.waiting_tokens or load.prefill.any()
-        return bool(prefilling) or waiting != load.waiting or abs(running - load.running) > SAME * load.running
+        if since < LOOK_S:
+            return False
+        arrived = arrived_tokens - self._arrived
+        moved = abs(running - self._running) > SAME * self._running or arrived >= self._chunk
+        if since < QUIET_LOOK_S and self._last is not None and self._wish is None and not moved:
+            return False
+        self._arrived, self._running = arrived_tokens, running
+        return True
 
     def decide(self, load: Load) -> Decision | None:
         since, self._looked = load.now - self._looked, load.now

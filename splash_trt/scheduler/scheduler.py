@@ -135,7 +135,7 @@ class Scheduler:
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (now + request.deadline_s, sequence.arrival, request.id))
         self._sequences[request.id] = sequence
-        self.outlook.arrivals.add(now, len(request.prompt))
+        self.outlook.arrived(now, len(request.prompt))
         self._queue.push(sequence)
 
     def cancel(self, request_id: str, reason: str | None = None) -> TokenDelta | None:

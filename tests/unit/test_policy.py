@@ -15,7 +15,7 @@ from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.devices import BUILT_IN
 from splash_trt.scheduler.load import Load
 from splash_trt.scheduler.phases import Estimator, homes_under, level, phases_of
-from splash_trt.scheduler.policy import LOOK_S, LOOKS, MAX_DOUBT, CostPolicy, Decision
+from splash_trt.scheduler.policy import LOOK_S, LOOKS, MAX_DOUBT, QUIET_LOOK_S, CostPolicy, Decision
 from tests.oracles.published_configs import V32, parse
 
 N = 8
@@ -178,10 +178,11 @@ class TestPatience:
         chosen = policy()
         assert chosen.wants_to_look(10.0, 1, 0)
         chosen.decide(load(now=10.0))
-        assert not chosen.wants_to_look(10.0 + LOOK_S / 2, 1, 0)
-        assert not chosen.wants_to_look(10.0 + 2 * LOOK_S, 1, 0), "nothing has changed"
-        assert chosen.wants_to_look(10.0 + 2 * LOOK_S, 1, 1)
-        assert chosen.wants_to_look(20.0, 1, 0)
+        assert not chosen.wants_to_look(10.0 + LOOK_S / 2, 50, 1 << 20)
+        assert not chosen.wants_to_look(10.0 + 2 * LOOK_S, 1, CONFIG.max_batch_tokens - 1), "hardly a change"
+        assert chosen.wants_to_look(10.0 + 2 * LOOK_S, 1, CONFIG.max_batch_tokens)
+        assert chosen.wants_to_look(10.0 + 2 * LOOK_S, 2, CONFIG.max_batch_tokens)
+        assert chosen.wants_to_look(10.0 + QUIET_LOOK_S, 2, CONFIG.max_batch_tokens)
 
     def test_a_layout_is_kept_for_a_while(self) -> None:
         chosen = policy()
@@ -228,7 +229,7 @@ class TestPhases:
         seen = load(running=3, prefill=np.array([100, 0, 0]), waiting=2, waiting_tokens=900)
         first, *rest = phases_of(seen, 0.02)
         assert first.prefill_tokens == 1000 and first.prompt == pytest.approx(1000 / 3) and first.tokens == 2 * 500
-        assert len(rest) == 4 and all(later.prefill_tokens == 0 for later in rest)
+        assert len(rest) == 3 and all(later.prefill_tokens == 0 for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
         assert alive == sorted(alive, reverse=True)
 
