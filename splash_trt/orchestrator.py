@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
@@ -22,7 +23,9 @@ from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.device import Device
 from splash_trt.scheduler.policy import CostPolicy, Decision, Policy
 from splash_trt.scheduler.scheduler import Scheduler
-from splash_trt.worker import Worker
+
+if TYPE_CHECKING:  # what is simulated needs no ranks, and no torch
+    from splash_trt.worker import Worker
 
 DECIDE_EVERY = 4  # turns between two looks at the load
 

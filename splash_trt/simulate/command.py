@@ -71,8 +71,8 @@ class Labels(click.ParamType):
               help="What auto goes for; bounded: throughput with so many ms per output token (p99).")  # fmt: skip
 @click.option("--policy-device", metavar="NAME|FILE",
               help="What auto takes the devices for; by default what they are. Shows what errors cost.")  # fmt: skip
-@click.option("--migration-bytes", type=Size(), default=1 << 20, show_default=True,
-              help="What a rank may at first send or receive for a switch in one step, as in `serve`.")  # fmt: skip
+@click.option("--migration-bytes", type=Size(), help="What a rank may at first send or receive for a switch in a step "
+              "of 10 ms; default: 3.5 % of the device's link, as in `serve`.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
 @click.option("--rate-scale", type=click.FloatRange(0, 1e6, min_open=True), default=1.0, show_default=True,
               help="Let requests arrive so many times as fast.")  # fmt: skip
@@ -111,7 +111,7 @@ class Options:
     page_tokens: int = 64
     objective: str = "throughput"
     policy_device: str | None = None
-    migration_bytes: int = 1 << 20
+    migration_bytes: int | None = None
     requests: int | None = None
     rate_scale: float = 1.0
     seed: int = 0
@@ -130,7 +130,7 @@ def run(options: Options) -> Comparison:
     device = load_device(options.device)
     believed = device if options.policy_device is None else _policy_device(options.policy_device)
     memory, origin = _memory(options, device)
-    base = _config(options, memory)
+    base = _config(options, memory, device)
     for config in configs(base, options.layouts).values():
         model_sizes(model, config)  # says which rank lacks how much, before anything runs
     cost = CostModel(model, base, device)
@@ -208,7 +208,7 @@ def _memory(options: Options, device: Device) -> tuple[int, str]:
     return int(device.memory_bytes * share), f"{100 * share:g} % of {device.memory_bytes:,} bytes"
 
 
-def _config(options: Options, memory: int) -> EngineConfig:
+def _config(options: Options, memory: int, device: Device) -> EngineConfig:
     def name(text: str | None) -> str | None:
         return None if text is None else ALIASES.get(text, text)
 
@@ -223,7 +223,7 @@ def _config(options: Options, memory: int) -> EngineConfig:
         max_batch_tokens=options.max_batch_tokens,
         max_running=options.max_running,
         max_context=options.max_context,
-        migration_bytes=options.migration_bytes,
+        migration_bytes=device.migration_bytes if options.migration_bytes is None else options.migration_bytes,
     )
 
 
