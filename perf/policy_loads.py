@@ -134,8 +134,8 @@ def load_of(kind: str, number: int, size: float) -> Trace | Adversary:
 
 
 def random_load(seed: int, room_tokens: int, size: float = 1.0) -> Trace:
-    """Of `splash-trt simulate --trace random` with so many phases that it lasts minutes, or every OPEN_EVERY-th one with
-    open arrivals. size: of all counts."""
+    """Of `splash-trt simulate --trace random` with so many phases that it lasts minutes; every OPEN_EVERY-th has open
+    arrivals. size: of all counts."""
     rng = np.random.default_rng(seed)
     if is_open(seed):
         return open_arrivals(rng, size)
