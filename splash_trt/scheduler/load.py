@@ -30,9 +30,8 @@ class Load:
     """[R] owner or home; 0 in TP."""
     slots: np.ndarray
     """[R] which requests they are."""
-    waiting: int
-    waiting_tokens: int
-    """Tokens that the waiting requests have to compute before their first new one."""
+    waiting_prompts: np.ndarray
+    """[W] tokens that each waiting request has to compute before its first new one."""
     waiting_left: float
     """Expected output of one of them."""
     arrivals_s: float
@@ -49,6 +48,14 @@ class Load:
     @property
     def running(self) -> int:
         return len(self.held)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.waiting_prompts)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return int(self.waiting_prompts.sum())
 
     @property
     def is_idle(self) -> bool:

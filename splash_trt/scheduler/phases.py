@@ -37,7 +37,9 @@ class Phase:
     """Output to be made by all of them."""
     prefill_tokens: float
     prompt: float
-    """Tokens of the prompt that one of prefill_tokens belongs to."""
+    """Tokens of the prompt that one of prefill_tokens belongs to, on average."""
+    owners: float
+    """So many owners can have an even share of prefill_tokens: one prompt has one."""
     presence: float = 1.0
     """The chance that there is anything to do at all."""
     ends: float = 0.0
@@ -59,9 +61,10 @@ class Time:
 def phases_of(load: Load, step_s: float) -> list[Phase]:
     """What is ahead. step_s: what a step takes now, which tells how many requests arrive meanwhile."""
     found: list[Phase] = []
-    prefill = float(load.prefill.sum()) + load.waiting_tokens
+    prompts = np.concatenate([load.prefill[load.prefill > 0], load.waiting_prompts]).astype(np.float64)
     context = load.held + load.prefill
-    if prefill or load.waiting:
+    if len(prompts):
+        prefill = float(prompts.sum())
         found.append(
             Phase(
                 alive=np.ones(load.running),
@@ -70,7 +73,8 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                 joining_context=load.waiting_tokens / max(load.waiting, 1) + load.waiting_left / 2,
                 tokens=load.waiting * load.waiting_left,
                 prefill_tokens=prefill,
-                prompt=prefill / max(float((load.prefill > 0).sum()) + load.waiting, 1.0),
+                prompt=float((prompts**2).sum()) / prefill,
+                owners=prefill / float(prompts.max()),
                 ends=0.0 if load.running else 1.0,
             )
         )
@@ -94,6 +98,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                     tokens=steps * (max(expected, 1.0) + newcomers),
                     prefill_tokens=arriving,
                     prompt=load.arriving_prompt,
+                    owners=1.0,
                     presence=min(expected + newcomers, 1.0),
                     ends=ending,
                 )
@@ -192,7 +197,7 @@ class Estimator:
         if chunk:
             prompt = max(phase.prompt, 1.0)
             at_once = max(chunk / prompt, 1.0)  # prompts in one chunk
-            ranks = 1 if replicated else int(min(max(round(at_once), 1), n))
+            ranks = 1 if replicated else int(min(max(round(phase.owners if phase.owners > 1 else at_once), 1), n))
             middle = min((prompt + min(chunk, prompt)) / 2, prompt)  # where a chunk ends, on average
             prefill[:ranks] = chunk / ranks
             pairs[:ranks] = chunk / ranks * prompt / 2

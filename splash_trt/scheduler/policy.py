@@ -26,7 +26,7 @@ SAME = 0.1  # of the running requests: so many more or fewer are hardly a change
 HYSTERESIS = 0.02  # of the time ahead: a smaller gain is not worth being wrong about
 SURE = 0.15  # of the time ahead: a larger gain needs no second look
 LOOKS = 3  # in a row that must agree on a smaller one
-DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch to it took
+DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch away from it takes
 MIN_DWELL_S = 0.5
 MAX_DOUBT = 16.0
 CALM_S = 120.0  # without a change: doubt halves
@@ -122,7 +122,7 @@ class CostPolicy:
         self._arrived = 0
         self._running = 0
         self._looked = -1e9
-        self._keep_until = -1e9
+        self._changed = -1e9
         self._wish: tuple[Layout, bool] | None = None
         self._agreed = 0
         self._missed = 0.0
@@ -170,7 +170,7 @@ class CostPolicy:
         if verdict is not None:
             return None
         self._wish, self._missed = None, 0.0
-        self._keep_until = load.now + best.switch.seconds + max(DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S)
+        self._changed = load.now + best.switch.seconds
         self._doubt.changed(load.layout, best, comparison.candidates[0], load.now)
         moved = best.homes != load.home if best.moves_owners else []
         owners = {int(load.slots[i]): int(best.homes[i]) for i in range(load.running) if len(moved) and moved[i]}
@@ -194,8 +194,9 @@ class CostPolicy:
         name = best.layout.name.lower()
         if best.gain_s + self._missed < needed:
             return f"{name} would save {best.gain_s:.3g} s, less than the {needed - self._missed:.3g} s to be sure of"
-        if now < self._keep_until:
-            return f"kept for {self._keep_until - now:.2g} s more after the last change"
+        keep_until = self._changed + max(DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S)
+        if now < keep_until:
+            return f"kept for {keep_until - now:.2g} s more after the last change"
         if self._agreed < LOOKS and best.gain_s < SURE * ahead:
             return f"{name} looks better, to be looked at again"
         return None

@@ -91,29 +91,31 @@ class WaitingQueue:
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        self._waiting: dict[int, tuple[Sequence, int]] = {}  # by arrival, with their tokens when they were put here
+        self._waiting: dict[int, Sequence] = {}  # by arrival
         self._due: list[tuple[float, int]] = []  # (when it becomes overdue if it still waits, arrival): a heap
-        self.num_tokens = 0
-        """Of all of them, to be computed before their first new one."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
         """In no particular order."""
-        return (sequence for sequence, _ in self._waiting.values())
+        return iter(self._waiting.values())
+
+    def tokens(self) -> np.ndarray:
+        """[W] of each of them, in no particular order: to be computed before its first new one."""
+        lengths = (len(sequence.tokens) for sequence in self._waiting.values())
+        return np.fromiter(lengths, np.int64, len(self._waiting))
 
     def push(self, sequence: Sequence) -> None:
         """A sequence that has just arrived, or gave its cache up."""
-        self._waiting[sequence.arrival] = sequence, len(sequence.tokens)
-        self.num_tokens += len(sequence.tokens)
+        self._waiting[sequence.arrival] = sequence
         heapq.heappush(self._heap, (sequence.key, sequence))
         heapq.heappush(self._due, (sequence.arrived + self._max_wait_s, sequence.arrival))
 
     def peek(self, now: float) -> Sequence | None:
         """The one to admit next."""
         while self._due and self._due[0][0] < now:
-            sequence, _ = self._waiting.get(heapq.heappop(self._due)[1], (None, 0))
+            sequence = self._waiting.get(heapq.heappop(self._due)[1])
             if sequence is not None and not sequence.overdue:
                 sequence.overdue = True
                 heapq.heappush(self._heap, (sequence.key, sequence))
@@ -126,4 +128,4 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        self.num_tokens -= self._waiting.pop(sequence.arrival, (None, 0))[1]
+        self._waiting.pop(sequence.arrival, None)

@@ -52,8 +52,7 @@ def load(layout: Layout = Layout.TP, running: int = 1, context: int = 2000, **ch
         left=np.full(running, 500.0),
         home=np.zeros(running, np.int64) if replicated else np.arange(running) % N,
         slots=np.arange(running),
-        waiting=0,
-        waiting_tokens=0,
+        waiting_prompts=np.zeros(0, np.int64),
         waiting_left=500.0,
         arrivals_s=0.0,
         arriving_tokens_s=0.0,
@@ -105,7 +104,7 @@ class TestWhereLoadsLead:
         assert settled(load(Layout.DP, **few)) is Layout.DP  # type: ignore[arg-type]
         held = np.full(500, ROOM[Layout.DP] // 505)
         crowd = {
-            **few, "held": held, "waiting": 400, "waiting_tokens": 400 * int(held[0]), "waiting_left": 2000.0,
+            **few, "held": held, "waiting_prompts": np.full(400, 500), "waiting_left": 9000.0,
         }  # fmt: skip
         assert settled(load(Layout.DP, **crowd)) is Layout.DOP  # type: ignore[arg-type]
 
@@ -152,7 +151,7 @@ class TestObjectives:
 
     def test_a_bound_rules_out_what_exceeds_it(self) -> None:
         """DP would be best for the crowd's prompts, but its mixed steps are the longer the more it takes in."""
-        crowd = load(Layout.DP, running=300, context=3000, waiting=1, waiting_tokens=60_000)
+        crowd = load(Layout.DP, running=300, context=3000, waiting_prompts=np.array([60_000]))
         comparer = {
             text: Comparer(Estimator(COST, CONFIG, ROOM), CONFIG, SIZES, ROOM, Objective.parse(text))
             for text in ("throughput", "latency", "bounded:100")
@@ -226,9 +225,11 @@ class TestPatience:
 
 class TestPhases:
     def test_work_is_all_there(self) -> None:
-        seen = load(running=3, prefill=np.array([100, 0, 0]), waiting=2, waiting_tokens=900)
+        seen = load(running=3, prefill=np.array([100, 0, 0]), waiting_prompts=np.array([450, 450]))
         first, *rest = phases_of(seen, 0.02)
-        assert first.prefill_tokens == 1000 and first.prompt == pytest.approx(1000 / 3) and first.tokens == 2 * 500
+        assert first.prefill_tokens == 1000 and first.tokens == 2 * 500
+        assert first.prompt == pytest.approx((100**2 + 2 * 450**2) / 1000)
+        assert first.owners == pytest.approx(1000 / 450)
         assert len(rest) == 3 and all(later.prefill_tokens == 0 for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
         assert alive == sorted(alive, reverse=True)
