@@ -16,7 +16,7 @@ PIPED_COLUMNS = 110
 
 
 def show(url: str, api_key: str | None, *, window_s: int, interval_s: float | None) -> None:
-    """interval_s None: once. Else until Ctrl-C. ValueError or OSError if the server cannot be asked."""
+    """interval_s None, or no terminal: once. Else until Ctrl-C. ValueError or OSError if the server cannot be asked."""
     client = Client(url, api_key)
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS, highlight=False)
     style = Style(plain=not console.encoding.lower().startswith("utf"))
@@ -27,7 +27,7 @@ def show(url: str, api_key: str | None, *, window_s: int, interval_s: float | No
     except Refused as error:
         remedy = "; give it with --api-key or --api-key-file" if error.status == 401 else ""
         raise OSError(f"the server at {url} refused: {error}{remedy}") from None
-    if interval_s is None:
+    if interval_s is None or not console.is_terminal:
         with console.capture() as captured:
             console.print(view(snapshot, style, console.width, window_s))
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
