@@ -50,6 +50,7 @@ LAYERS = {
     "splash_trt.lifeline": 5,
     "splash_trt.serve": 6,
     "splash_trt.supervise": 6,
+    "splash_trt.frontends": 6,
     "splash_trt.__main__": 6,
     "splash_trt.launch": 5,
     "splash_trt.triton_backend": 6,

@@ -26,6 +26,7 @@ from splash_trt.link import (
     Submit,
     SwitchReport,
     ToEngine,
+    in_columns,
 )
 from splash_trt.link_server import LinkServer
 from splash_trt.memory.map import capacity, request_tokens
@@ -78,6 +79,7 @@ class EngineServer:
         self._clients: set[bytes] = set()
         self._names: dict[tuple[bytes, str], str] = {}
         self._owners: dict[str, tuple[bytes, str]] = {}
+        self._numbers: dict[str, int | None] = {}  # as the client calls it in short
         self._count = 0
         self._reported: dict[int, tuple[object, ...]] = {}  # the latest switches: number -> what was told of it
         self._switch_lines = SwitchLines(log)
@@ -104,9 +106,10 @@ class EngineServer:
         if message is None:
             self._link.send(client, self._ready)
             # An idle engine has no step to tell of, and a frontend should know the layout all the same.
-            self._link.send(client, self._frames(Turn(), ()))
+            self._link.send(client, self._frames(Turn(), []))
+            self._tell_past_switches(client)
         elif isinstance(message, Submit):
-            self._submit(client, message.request)
+            self._submit(client, message.request, message.number)
         elif isinstance(message, Cancel):
             name = self._names.get((client, message.request_id))
             if name is not None:
@@ -120,7 +123,7 @@ class EngineServer:
             self._draining = True
             self._stopping = not message.drain
 
-    def _submit(self, client: bytes, request: Request) -> None:
+    def _submit(self, client: bytes, request: Request, number: int | None) -> None:
         key = (client, request.id)
         if self._draining or key in self._names:
             why = "the engine is ending" if self._draining else f"id: {request.id!r} is still running"
@@ -134,13 +137,13 @@ class EngineServer:
         except ValueError as error:
             self._refuse(client, request.id, str(error))
             return
-        self._names[key], self._owners[name] = name, key
+        self._names[key], self._owners[name], self._numbers[name] = name, key, number
 
     def _refuse(self, client: bytes, request_id: str, why: str) -> None:
         # The field alone: what else is said may quote a prompt.
         event(log, logging.DEBUG, "refused", request=request_id, field=why.partition(":")[0])
         delta = TokenDelta(request_id, (), finish=FinishReason.ERROR, error=why)
-        self._link.send(client, self._frames(Turn(), (delta,)))
+        self._link.send(client, self._frames(Turn(), [(None, delta)]))
 
     def _set_layout(self, client: bytes, message: SetLayout) -> None:
         error = None
@@ -161,16 +164,20 @@ class EngineServer:
             source, decision = turn.decision
             ends = {"source": source.name.lower(), "target": decision.layout.name.lower()}
             event(log, logging.INFO, "decision", **ends, kind=decision.kind, why=decision.why)
-        by_client: dict[bytes, list[TokenDelta]] = {client: [] for client in self._clients}
+        by_client: dict[bytes, list[tuple[int | None, TokenDelta]]] = {client: [] for client in self._clients}
         for delta in turn.deltas:
             client, request_id = self._owners[delta.request_id]
-            by_client[client].append(msgspec.structs.replace(delta, request_id=request_id))
+            number = self._numbers[delta.request_id]
+            by_client[client].append((number, msgspec.structs.replace(delta, request_id=request_id)))
             if delta.finish is not None:
-                del self._owners[delta.request_id], self._names[client, request_id]
-        status = self._status()
+                self._end(delta.request_id)
+        status, num_output = self._status(), sum(len(delta.tokens) for delta in turn.deltas)
         for client, deltas in by_client.items():
-            if not self._link.send(client, self._frames(turn, tuple(deltas), status)):
+            if not self._link.send(client, self._frames(turn, deltas, status, num_output)):
                 self._forget(client)
+
+    def _end(self, name: str) -> None:
+        del self._names[self._owners.pop(name)], self._numbers[name]
 
     def _forget(self, client: bytes) -> None:
         """It went away: nobody will read what its requests generate."""
@@ -178,16 +185,27 @@ class EngineServer:
         for key, name in list(self._names.items()):
             if key[0] == client:
                 self._orchestrator.cancel(name)
-                del self._names[key], self._owners[name]
+                self._end(name)
 
-    def _frames(self, turn: Turn, deltas: tuple[TokenDelta, ...], status: Status | None = None) -> Frames:
+    def _frames(
+        self,
+        turn: Turn,
+        deltas: list[tuple[int | None, TokenDelta]],
+        status: Status | None = None,
+        num_output: int = 0,
+    ) -> Frames:
+        """deltas: one client's, with their requests' numbers. num_output: tokens for all clients."""
+        numbers, tokens, others = in_columns(deltas)
         return Frames(
             incarnation=self._ready.incarnation,
             step=turn.step,
             num_tokens=turn.num_tokens,
             seconds=turn.seconds,
             status=status or self._status(),
-            deltas=deltas,
+            deltas=others,
+            numbers=numbers,
+            tokens=tokens,
+            num_elsewhere=max(0, num_output - sum(len(delta.tokens) for _, delta in deltas)),
             layout="" if turn.layout is None else turn.layout.name.lower(),
             preemptions=turn.preemptions,
             decision=_decided(turn),
@@ -225,6 +243,12 @@ class EngineServer:
                 self._switch_lines.told(report.record)
                 for client in self._clients:
                     self._link.send(client, report)
+
+    def _tell_past_switches(self, client: bytes) -> None:
+        """To one that comes later than others. What has news yet comes with it."""
+        for record in self._orchestrator.scheduler.switcher.records:
+            plain = msgspec.to_builtins(record)
+            self._link.send(client, SwitchReport(self._ready.incarnation, record.number, plain, is_past=True))
 
 
 def _decided(turn: Turn) -> Decided | None:

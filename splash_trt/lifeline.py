@@ -16,6 +16,7 @@ from typing import NoReturn
 from splash_trt.dist.watchdog import last_words
 
 EXIT_ORPHANED = 71
+COUNTS_PREFIX = "counts-"
 
 
 class Lifeline:
@@ -63,10 +64,11 @@ def _watch(line: socket.socket, folder: Path, name: str) -> None:
 
 
 def remove_sockets(folder: Path) -> None:
-    """Remove a run's folder of sockets. Several processes may do so at once; what is no socket stays."""
+    """Remove a run's folder of sockets and of what frontends counted. Several processes may do so at once; what is
+    neither stays."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if path.is_socket():
+            if path.is_socket() or path.name.startswith(COUNTS_PREFIX):
                 path.unlink(missing_ok=True)
         folder.rmdir()
 

@@ -5,13 +5,18 @@ Every message to the frontend carries the engine's incarnation, so that frames o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import msgspec
 
 from splash_trt.request import Request, TokenDelta
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
+    """number: the client's own for this request, by which Frames may name it; None: they name it by its id."""
+
     request: Request
+    number: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -113,14 +118,33 @@ class Frames(msgspec.Struct, frozen=True, tag=True):
     preemptions: int = 0
     """Requests that gave their cache up since the last of these messages, to be computed again."""
     decision: Decided | None = None
+    numbers: tuple[int, ...] = ()
+    """Requests that got one token and have nothing else to tell: they are not among `deltas`."""
+    tokens: tuple[int, ...] = ()
+    """Those tokens, in the same order."""
+    num_elsewhere: int = 0
+    """Output tokens that the step brought to other frontends' requests."""
+
+    def __post_init__(self) -> None:
+        if len(self.numbers) != len(self.tokens):
+            raise ValueError(f"tokens: {len(self.tokens)} for {len(self.numbers)} numbers")
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens that the step brought, to whichever frontend."""
+        return len(self.tokens) + sum(len(delta.tokens) for delta in self.deltas) + self.num_elsewhere
 
 
 class SwitchReport(msgspec.Struct, frozen=True, tag=True):
-    """A switch began or ended. `record` is layout/switch.py's Record as plain values; `number` names the switch."""
+    """A switch began or ended. `record` is layout/switch.py's Record as plain values; `number` names the switch.
+
+    is_past: it is told to a frontend that came later, and was told before to those that were there.
+    """
 
     incarnation: str
     number: int
     record: dict[str, object]
+    is_past: bool = False
 
 
 class LayoutReply(msgspec.Struct, frozen=True, tag=True):
@@ -160,3 +184,30 @@ def decode_from_engine(data: bytes) -> FromEngine:
         return _from_engine.decode(data)
     except RecursionError:
         raise ValueError("a message nests too deeply") from None
+
+
+def in_columns(
+    deltas: Iterable[tuple[int | None, TokenDelta]],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[TokenDelta, ...]]:
+    """Frames' `numbers`, `tokens` and `deltas` for what a step brought, at most one delta a request.
+
+    deltas: each with the number of its request. Most deltas are one token of a request that goes on; as a whole message
+    such a delta takes ten times as long to write and to read.
+    """
+    numbers, tokens, others = [], [], []
+    for number, delta in deltas:
+        if number is not None and len(delta.tokens) == 1 and delta == TokenDelta(delta.request_id, delta.tokens):
+            numbers.append(number)
+            tokens.append(delta.tokens[0])
+        else:
+            others.append(delta)
+    return tuple(numbers), tuple(tokens), tuple(others)
+
+
+def all_deltas(frames: Frames, ids: Mapping[int, str]) -> Iterator[TokenDelta]:
+    """What `in_columns` was given. ids: number -> request id; what is told of other numbers is left out."""
+    for number, token in zip(frames.numbers, frames.tokens, strict=True):
+        request_id = ids.get(number)
+        if request_id is not None:
+            yield TokenDelta(request_id, (token,))
+    yield from frames.deltas

@@ -184,7 +184,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"prompt: {len(self.prompt)} tokens are too many; it must be {room}")
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """Natural-log probability of one token under the unfiltered, untempered distribution, and the best others."""
 
     token: int
@@ -192,7 +192,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
 
 
-class TokenDelta(msgspec.Struct, frozen=True):
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """What one step adds to one request."""
 
     request_id: str

@@ -1,21 +1,18 @@
 """One rank of a serving run: opens the model, joins the others, and on rank 0 drives them for the frontends.
 
-    mpirun -n 4 splash-trt serve …        rank 0 starts the frontend before MPI, and ends with it
-    splash-trt serve --ranks 4 …          the frontend is the parent (supervise.py) and starts mpirun
+    mpirun -n 4 splash-trt serve …        rank 0 starts the frontends before MPI, and ends with them
+    splash-trt serve --ranks 4 …          a supervisor (supervise.py) starts them and mpirun
 
 Under mpirun the exit code is mpirun's: 0 after a SIGTERM to the frontend, 2 for what a user got wrong, 1 after Ctrl-C
 or SIGTERM to mpirun, which leaves ranks no time to finish streams (their clients are told), and else that of the rank
-that ended first: 137 if it was killed, 70 if others waited too long for it, 72 if its frontend died, 1 for an error.
+that ended first: 137 if it was killed, 70 if others waited too long for it, 72 if a frontend died, 1 for an error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,10 +26,12 @@ from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
 from splash_trt.frontend.client_socket import check_endpoint
-from splash_trt.frontend.main import Options as FrontendOptions
-from splash_trt.frontend.main import check_port, load_defaults
-from splash_trt.frontend.options import HttpSettings, as_flags
+from splash_trt.frontend.connection import check_port
+from splash_trt.frontend.main import load_defaults
+from splash_trt.frontend.options import HttpSettings
+from splash_trt.frontend.options import Options as FrontendOptions
 from splash_trt.frontend.tokenizer import Tokenizer
+from splash_trt.frontends import Frontends
 from splash_trt.launch import run_under_mpi
 from splash_trt.link_server import LinkServer
 from splash_trt.memory.map import default_memory_bytes, model_sizes
@@ -51,8 +50,6 @@ from splash_trt.weights.source import WeightSource
 from splash_trt.worker import start_worker
 
 STARTUP_DEADLINE_S = 1800.0
-FRONTEND_END_S = 8.0
-EXIT_FRONTEND = 72
 FOLDER_PREFIX = "splash-trt-"
 
 
@@ -148,70 +145,34 @@ def engine_config(options: ServeOptions, model: ModelConfig) -> EngineConfig:
     return config
 
 
-class OwnFrontend:
-    """The frontend as a child of rank 0, started before MPI is, with nothing of the rank's but two pipes.
+class OwnFrontends:
+    """The frontends as children of rank 0, started before MPI is, with nothing of the rank's but two pipes each.
 
-    One is its lifeline: it ends when this process does. What it writes comes through the other: a child that holds a
-    rank's standard streams would keep a dead mpirun waiting. If it ends before `close` otherwise than in order, this
-    process ends too, whatever it is doing.
+    If one ends before `close` otherwise than in order, this process ends too, whatever it is doing: what has become a
+    rank can start no other process.
     """
 
     def __init__(self, options: ServeOptions) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        self._closing = False
-        self.link_address = f"ipc://{self._folder}/link"
-        http = frontend_options(options, self.link_address)
-        flags = ["--engine", http.engine, "--model-name", http.model_name, "--own-socket"]
-        flags += ["--host", http.host, "--port", str(http.port)]
-        flags += ["--tokenizer", http.tokenizer] if http.tokenizer else []
-        flags += as_flags(options.http)
-        flags += ["--client-endpoint", http.client_endpoint] if http.client_endpoint else []
-        flags += ["--otlp-endpoint", http.otlp_endpoint] if http.otlp_endpoint else []
-        flags += ["--log-format", http.log_format, "--log-level", http.log_level]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "splash_trt.frontend.main", *flags, "--lifeline", "0"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment.for_child(),
-            start_new_session=True,  # mpirun ends a rank's whole process group; it is to outlive that for a moment
-        )
-        self._follower = threading.Thread(target=self._follow, name="frontend", daemon=True)
-        self._follower.start()
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        self._folder = folder
+        self.link_address = f"ipc://{folder}/link"
 
-    def _follow(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            last_words(line.decode(errors="replace").rstrip("\n"))
-        code = self._process.wait()
-        lifeline.remove_sockets(self._folder)
-        if code and not self._closing:
-            last_words(f"rank 0: the frontend {how_it_ended(code)}")
-            os._exit(code if code > 0 else EXIT_FRONTEND)
+        def failed(code: int, why: str) -> None:
+            last_words(f"rank 0: {why}")
+            lifeline.remove_sockets(folder)
+            os._exit(code)
+
+        own = msgspec.structs.replace(frontend_options(options, self.link_address), own_socket=True)
+        self._frontends = Frontends(own, options.http.frontends, folder, restarts=False, failed=failed)
 
     def ended(self) -> bool:
-        """It has ended in order."""
-        return self._process.poll() == 0
+        """They have ended in order."""
+        return self._frontends.code == 0
 
     def close(self) -> None:
-        """Let it end."""
-        self._closing = True
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._follower.join(FRONTEND_END_S)
-        if self._follower.is_alive():
-            self._process.kill()
-            self._follower.join()
-
-
-def how_it_ended(code: int) -> str:
-    """A process's exit code in words, as subprocess gives it."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+        """Let them end."""
+        self._frontends.close()
+        lifeline.remove_sockets(self._folder)
 
 
 def check_frontend(options: ServeOptions) -> None:
@@ -221,7 +182,7 @@ def check_frontend(options: ServeOptions) -> None:
         Tokenizer(Path(http.tokenizer))
         load_defaults(http)
     http.key()
-    check_port(http)
+    check_port(http.host, http.port)
 
 
 def tokenizer_folder(options: ServeOptions) -> Path | None:
@@ -251,17 +212,17 @@ def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_
     logs.configure(f"rank {rank}", level=options.log_level, form=options.log_format)
     if lifeline_path is not None:
         lifeline.hold(Path(lifeline_path), f"rank {rank}")
-    frontend = OwnFrontend(options) if link_address is None and rank == 0 else None
-    if frontend is not None:
-        link_address = frontend.link_address
+    frontends = OwnFrontends(options) if link_address is None and rank == 0 else None
+    if frontends is not None:
+        link_address = frontends.link_address
 
     def program(world: World) -> int:
-        return _serve(world, options, link_address, frontend)
+        return _serve(world, options, link_address, frontends)
 
     run_under_mpi(program, options.step_deadline_s, STARTUP_DEADLINE_S)
 
 
-def _serve(world: World, options: ServeOptions, link_address: str | None, frontend: OwnFrontend | None) -> int:
+def _serve(world: World, options: ServeOptions, link_address: str | None, frontends: OwnFrontends | None) -> int:
     model, source = open_model(options)
     config = engine_config(options, model)
     worker = start_worker(world, model, config, source, tokenizer_folder(options))
@@ -270,6 +231,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
         return 0
     assert link_address is not None
     device = load_device(options.device) if options.device else device_for(options.folder, options.ranks)
+    config = dataclasses.replace(config, migration_bytes=device.migration_bytes)
     policy = cost_policy(model, config, device, Objective.parse(options.objective))
     orchestrator = Orchestrator.of(model, config, worker, policy)
     if options.layout.lower() != "auto":
@@ -282,11 +244,11 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     link = LinkServer(link_address)
     ready = ready_message(model, config, new_incarnation())
     server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
-    server.run(lambda: frontend is not None and frontend.ended())
+    server.run(lambda: frontends is not None and frontends.ended())
     world.control.send(Kind.STOP)
     if tracer is not None:
         tracer.close()
-    if frontend is not None:
-        frontend.close()
+    if frontends is not None:
+        frontends.close()
     link.close()
     return 0

@@ -1,35 +1,38 @@
-"""`splash-trt serve --ranks N` without mpirun: this process is the frontend, and starts mpirun for the ranks.
+"""`splash-trt serve --ranks N` without mpirun: this process starts the frontends and mpirun for the ranks.
 
-A death anywhere ends the run: mpirun's end is noticed here, and the ranks notice this process's end by a lifeline.
-Exit codes: 0 after SIGINT or SIGTERM, 2 for what a user got wrong, mpirun's own (that of the rank that died first) or 1
-after anything else.
+A frontend that dies is started again; its requests have ended, those of the others go on. A rank's death ends the run:
+mpirun's end is noticed here, and the ranks and frontends notice this process's end by their lifelines. Exit codes: 0
+after SIGINT or SIGTERM, 2 for what a user got wrong, mpirun's own (that of the rank that died first) or 1 after
+anything else.
 """
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import msgspec
+import zmq
 
-from splash_trt import environment
+from splash_trt import environment, link
 from splash_trt.dist.watchdog import last_words
-from splash_trt.frontend.main import EXIT_FAILED, run
-from splash_trt.frontend.main import Options as FrontendOptions
+from splash_trt.frontend.main import EXIT_FAILED
+from splash_trt.frontends import Frontends, how_it_ended
 from splash_trt.launch import mpirun_command
 from splash_trt.lifeline import Lifeline
 from splash_trt.observe import log as logs
-from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options, how_it_ended
+from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options
 
 POLL_S = 0.1
 RANKS_END_S = 8.0
 MPIRUN_END_S = 2.0
 TERMINATE_S = 4.0
-LAST_WORDS_S = 3.0  # for the frontend to notice that the engine is gone, and to tell its clients
+LAST_WORDS_S = 3.0  # for the frontends to notice that the engine is gone, and to tell their clients
+LINGER_MS = 1000
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,46 +45,71 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def supervise(options: ServeOptions) -> int:
     """Serve until told to stop; returns the exit code."""
-    logs.configure("frontend", level=options.log_level, form=options.log_format)
+    logs.configure("supervisor", level=options.log_level, form=options.log_format)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         lifeline_path, link_path = Path(folder) / "lifeline", Path(folder) / "link"
-        lifeline = Lifeline(lifeline_path)
-        address = f"ipc://{link_path}"
+        address, failed = f"ipc://{link_path}", threading.Event()
+
+        def say(code: int, why: str) -> None:
+            last_words(f"splash-trt: {why}")
+            failed.set()
+
         settings = RankSettings(options=options, link_address=address, lifeline_path=str(lifeline_path))
         program = [sys.executable, "-m", "splash_trt", "serve-rank", msgspec.json.encode(settings).decode()]
+        command = mpirun_command(options.ranks, program)
+        lifeline = Lifeline(lifeline_path)
+        http = frontend_options(options, address)
+        frontends = Frontends(http, options.http.frontends, Path(folder), restarts=True, failed=say)
         # A session of its own: Ctrl-C reaches this process only, which lets the ranks finish in order.
         ranks = subprocess.Popen(
-            mpirun_command(options.ranks, program),
+            command,
             stdin=subprocess.DEVNULL,
             env=environment.for_mpirun(),
             start_new_session=True,
         )
         patience_s = 0.0
         try:
-            code = asyncio.run(_serve(frontend_options(options, address), ranks))
+            code = _serve(frontends, ranks, failed)
             # Ranks that still load do not listen to anybody. If one has died, mpirun is about to say so and to end.
             patience_s = MPIRUN_END_S if code != 0 else RANKS_END_S if link_path.exists() else 0.0
+            if code == 0 and link_path.exists():
+                _end_engine(address)
         finally:
             # From here on a signal cuts the wait short, and what is on disk is removed all the same.
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            _end(ranks, patience_s)
-            lifeline.close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.default_int_handler)
+            try:
+                _end(ranks, patience_s)
+            finally:
+                frontends.close()
+                lifeline.close()
         if code == EXIT_FAILED and ranks.returncode:
             last_words(f"splash-trt: mpirun {how_it_ended(ranks.returncode)}")
             return ranks.returncode if ranks.returncode > 0 else EXIT_FAILED
         return code
 
 
-async def _serve(options: FrontendOptions, ranks: subprocess.Popen[bytes]) -> int:
-    """The frontend, until it ends or mpirun does; the exit code."""
-    frontend = asyncio.ensure_future(run(options))
-    while not frontend.done() and ranks.poll() is None:
-        await asyncio.wait({frontend}, timeout=POLL_S)
-    await asyncio.wait({frontend}, timeout=LAST_WORDS_S)
-    if frontend.done():
-        return frontend.result()
-    frontend.cancel()
+def _serve(frontends: Frontends, ranks: subprocess.Popen[bytes], failed: threading.Event) -> int:
+    """Until a signal has ended the frontends, one of them cannot go on or mpirun ends; the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: frontends.end())
+    while frontends.code is None and not failed.is_set() and ranks.poll() is None:
+        failed.wait(POLL_S)
+    if frontends.code is not None:
+        return frontends.code
+    frontends.await_end(LAST_WORDS_S)
     return EXIT_FAILED
+
+
+def _end_engine(address: str) -> None:
+    """Tell rank 0 to end."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.connect(address)
+    socket.send(link.encode(link.Shutdown(drain=False)))
+    socket.close()
+    context.term()
 
 
 def _end(ranks: subprocess.Popen[bytes], patience_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader, web
@@ -58,12 +59,67 @@ class HalfOpenHandler(RequestHandler):
         self._probe(count + 1)
 
 
-async def listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
-    """Serves the runner's application there. OSError if nothing can listen."""
+async def listen(
+    runner: web.AppRunner, host: str | None = None, port: int = 0, *, opened: socket.socket | None = None
+) -> asyncio.Server:
+    """Serves the runner's application there, or what comes to a socket that listens. OSError if nothing can listen."""
     loop, manager = asyncio.get_running_loop(), runner.server
     assert manager is not None, "the runner is set up"
 
     def connection() -> HalfOpenHandler:
         return HalfOpenHandler(manager, loop=loop, access_log=None)  # type: ignore[arg-type]  # None: no log
 
+    if opened is not None:
+        return await loop.create_server(connection, sock=opened, backlog=BACKLOG)
     return await loop.create_server(connection, host, port, backlog=BACKLOG)
+
+
+def open_sockets(host: str, port: int, count: int) -> list[list[socket.socket]]:
+    """Sockets that listen there, `count` groups of one for each address of the host. ValueError if it cannot be.
+
+    The groups share the port (SO_REUSEPORT): the kernel deals connections out to them by a hash of the client's address
+    and port. From one socket that all accept from, whoever woke first would take a burst as a whole. And what waits in
+    a group's queue stays there until somebody accepts it, also while its process is started anew.
+    """
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        groups: list[list[socket.socket]] = [[] for _ in range(count)]
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            where = (address[0], port, *address[2:])
+            # Else another server that shares ports would share this one.
+            with _bound(family, kind, protocol, where, shares=False) as probe:
+                where = (address[0], probe.getsockname()[1], *address[2:])
+            for group in groups:
+                opened = _bound(family, kind, protocol, where, shares=count > 1)
+                opened.listen(BACKLOG)
+                group.append(opened)
+            port = where[1]
+        return groups
+    except OSError as error:
+        raise cannot_listen(host, port, error) from None
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...], *, shares: bool) -> socket.socket:
+    opened = socket.socket(family, kind, protocol)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has sockets of its own
+        opened.bind(address)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def check_port(host: str, port: int) -> None:
+    """ValueError if nothing can listen there now."""
+    for opened in open_sockets(host, port, 1)[0]:
+        opened.close()
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ValueError:
+    why = error.strerror or error
+    return ValueError(f"port: cannot listen on {host}:{port}: {why}; choose another --port")

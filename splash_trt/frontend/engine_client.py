@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Protocol
 
 import zmq
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for a Unix socket
 LAST_FRAMES_S = 0.05  # what the engine said last is still being read when its end is noticed
 LINGER_MS = 500
+MAX_TAKING_S = 0.005  # until what came is passed on: an engine ahead of us is caught up with, in longer pieces
+MAX_FLUSHES = 128  # in a row; then whoever else waits for the event loop has a turn
 
 
 class Listener(Protocol):
@@ -51,47 +53,29 @@ class Listener(Protocol):
         """Another engine than before answers; it counts everything from the start."""
 
 
-class Mailbox:
-    """What has come for the requests of one client, in order. One task takes from it."""
-
-    def __init__(self) -> None:
-        self._items: list[tuple[int, TokenDelta]] = []
-        self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+class Receiver(Protocol):
+    """Whose requests are in the engine. After one or more of `put` and `fail` comes `flush`."""
 
     def put(self, index: int, delta: TokenDelta) -> None:
-        """index: which of the client's requests it is for."""
-        self._items.append((index, delta))
-        self._wake()
+        """index: which of its requests it is for."""
 
     def fail(self, error: ApiError) -> None:
-        """`take` raises it once everything that came before is taken."""
-        self._error = self._error or error
-        self._wake()
+        """Nothing more will come."""
 
-    async def take(self) -> list[tuple[int, TokenDelta]]:
-        """All that has come since the last call, at least one item."""
-        while not self._items:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        items, self._items = self._items, []
-        return items
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def flush(self) -> None: ...
 
 
-@dataclass
 class Route:
     """Where a request's tokens go."""
 
-    mailbox: Mailbox
-    index: int
-    started: bool = False
-    """Its first token has come."""
+    __slots__ = ("receiver", "index", "number", "started")
+
+    def __init__(self, receiver: Receiver, index: int, number: int) -> None:
+        self.receiver = receiver
+        self.index = index
+        self.number = number
+        self.started = False
+        """Its first token has come."""
 
 
 class EngineClient:
@@ -111,6 +95,11 @@ class EngineClient:
         self._address = address
         self._listener = listener
         self._routes: dict[str, Route] = {}
+        self._ids: dict[int, str] = {}
+        """Of the requests by their numbers."""
+        self._numbers = itertools.count()
+        self._fed: dict[Receiver, None] = {}
+        """Those that wait for `flush`."""
         self._replies: dict[int, asyncio.Future[LayoutReply | Explanation]] = {}
         self._tokens = itertools.count(1)
         self._num_unstarted = 0
@@ -162,16 +151,18 @@ class EngineClient:
             return 0.0
         return time.monotonic() - max(self._busy_since, self._last_frames)
 
-    def submit(self, request: Request, mailbox: Mailbox, index: int) -> None:
+    def submit(self, request: Request, receiver: Receiver, index: int) -> None:
         """ApiError (503) while there is no engine. The id must be new."""
         if not self.alive:
             raise unavailable("the engine is not ready yet", "engine_not_ready")
         assert request.id not in self._routes, request.id
         if not self._has_work():
             self._busy_since = time.monotonic()
-        self._routes[request.id] = Route(mailbox, index)
+        number = next(self._numbers)
+        self._routes[request.id] = Route(receiver, index, number)
+        self._ids[number] = request.id
         self._num_unstarted += 1
-        self._send(Submit(request))
+        self._send(Submit(request, number))
 
     def cancel(self, request_id: str) -> None:
         """No more will come for this request. Does nothing if it has ended."""
@@ -209,7 +200,8 @@ class EngineClient:
         for request_id in list(self._routes):
             route = self._drop(request_id)
             assert route is not None
-            route.mailbox.fail(error)
+            route.receiver.fail(error)
+            route.receiver.flush()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)
@@ -223,21 +215,34 @@ class EngineClient:
 
     def _drop(self, request_id: str) -> Route | None:
         route = self._routes.pop(request_id, None)
-        if route is not None and not route.started:
-            self._num_unstarted -= 1
+        if route is not None:
+            del self._ids[route.number]
+            self._num_unstarted -= not route.started
         return route
 
     async def _receive(self) -> None:
+        at_once: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
-            data = (await self._socket.recv_multipart())[-1]
-            try:
-                message = link.decode_from_engine(data)
-            except (ValueError, RecursionError) as error:
-                log.warning("ignored what the engine sent: %s", error)
-                continue
-            self._take(message)
+            self._decode((await self._socket.recv_multipart())[-1])
+            end = time.monotonic() + MAX_TAKING_S
+            with suppress(zmq.Again):
+                while time.monotonic() < end:
+                    self._decode(at_once.recv_multipart(zmq.NOBLOCK)[-1])
+            fed, self._fed = self._fed, {}
+            for count, receiver in enumerate(fed, 1):
+                receiver.flush()
+                if count % MAX_FLUSHES == 0:
+                    await asyncio.sleep(0)
             # A receive that need not wait does not yield, and an engine ahead of us would starve those who write.
             await asyncio.sleep(0)
+
+    def _decode(self, data: bytes) -> None:
+        try:
+            message = link.decode_from_engine(data)
+        except ValueError as error:
+            log.warning("ignored what the engine sent: %s", error)
+            return
+        self._take(message)
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Ready):
@@ -266,7 +271,7 @@ class EngineClient:
         self.status = frames.status
         if frames.num_tokens or frames.deltas:
             self._last_frames = time.monotonic()
-        for delta in frames.deltas:
+        for delta in link.all_deltas(frames, self._ids):
             route = self._routes.get(delta.request_id)
             if route is None:
                 continue  # cancelled by us a moment ago
@@ -275,7 +280,8 @@ class EngineClient:
                 self._num_unstarted -= 1
             if delta.finish is not None:
                 self._drop(delta.request_id)
-            route.mailbox.put(route.index, delta)
+            route.receiver.put(route.index, delta)
+            self._fed[route.receiver] = None
         self._listener.on_frames(frames)
 
     async def _watch(self) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from splash_trt.frontend.engine_client import EngineClient, Mailbox
+from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.metrics import Metrics
 from splash_trt.frontend.responses import Usage
 from splash_trt.frontend.stream import Answer
 from splash_trt.request import FinishReason, Request, TokenDelta
 
+log = logging.getLogger(__name__)
+
+SendNow = Callable[[list[int]], bool]
+
 
 class Generation:
     """One engine request for each answer. Call `close` when done with it, whatever happened.
 
     num_choices: so many requests in a row have the same prompt.
+
+    Answers grow as soon as something comes. The task in `run` is woken to tell of it, unless who runs it can do so at
+    once: a task's turn costs as much as all the rest that a token takes.
     """
 
     def __init__(
@@ -28,34 +37,89 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._requests = requests
-        self._mailbox = Mailbox()
         self._meters = [
             metrics.request(len(request.prompt), same_prompt=index % num_choices > 0)
             for index, request in enumerate(requests)
         ]
         self._open = set(range(len(requests)))
+        self._grown: dict[int, None] = {}
+        """Answers with news that have not been told, in order."""
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._send_now: SendNow | None = None
         self._num_prompt = sum(len(request.prompt) for request in requests[::num_choices])
         self.answers = answers
 
     def submit(self) -> None:
         """ApiError if there is no engine."""
         for index, request in enumerate(self._requests):
-            self._engine.submit(request, self._mailbox, index)
+            self._engine.submit(request, self, index)
 
-    async def run(self) -> AsyncIterator[list[int]]:
-        """Yields the indices of the answers that grew, until all are complete. ApiError if the engine fails."""
-        while self._open:
-            grown: dict[int, None] = {}
-            try:
-                taken = await self._mailbox.take()
-            except ApiError:
+    async def run(self, send_now: SendNow | None = None) -> AsyncIterator[list[int]]:
+        """Yields the indices of the answers that grew, until all are complete. ApiError if the engine fails.
+
+        send_now: is given these indices as soon as there are any; true: it has told of them, false: they are for who
+        iterates here. It is not called while that one is busy with what it was given last.
+        """
+        while self._open or self._grown or self._error is not None:
+            if not self._grown and self._error is None:
+                self._send_now = send_now
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = self._send_now = None
+            if self._grown:
+                grown, self._grown = list(self._grown), {}
+                yield grown
+            elif self._error is not None:
                 self.close("error")
-                raise
-            for index, delta in taken:
-                if index in self._open:
-                    self._add(index, delta)
-                    grown[index] = None
-            yield list(grown)
+                raise self._error
+
+    def put(self, index: int, delta: TokenDelta) -> None:
+        """More of answer `index` from the engine. `flush` follows."""
+        if index not in self._open:
+            return
+        if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
+            self._open.discard(index)
+            self._meters[index].end("error")
+            why = delta.error or "the engine cancelled the request"
+            self.fail(ApiError(why, status=500, code=f"engine_{delta.finish.value}"))
+            return
+        answer, meter = self.answers[index], self._meters[index]
+        before = answer.num_tokens
+        try:
+            answer.add(delta)
+        except Exception:
+            self._fail_by("an answer could not be taken in")
+            return
+        meter.tokens(answer.num_tokens - before, delta.queued_s)
+        self._grown[index] = None
+        if answer.finish is not None:
+            self._open.discard(index)
+            self._engine.cancel(self._requests[index].id)  # a stop string, of which the engine knows nothing
+            meter.end(answer.finish)
+
+    def fail(self, error: ApiError) -> None:
+        """`run` raises it once everything that came before is told. `flush` follows."""
+        self._error = self._error or error
+
+    def flush(self) -> None:
+        """What was put is told of."""
+        if self._waiter is None or self._waiter.done():
+            return
+        try:
+            if self._grown and self._send_now is not None and self._send_now(list(self._grown)):
+                self._grown = {}
+        except Exception:
+            self._fail_by("an answer could not be sent")
+        if self._grown or self._error is not None or not self._open:
+            self._waiter.set_result(None)
+
+    def _fail_by(self, what: str) -> None:
+        """A bug of ours, which must not end the others' requests."""
+        log.exception("%s: %s", self._requests[0].id, what)
+        self.fail(ApiError("the server failed; its log says why", status=500))
 
     def counts(self) -> Usage:
         """Tokens so far; a prompt counts once, whatever n is."""
@@ -67,18 +131,3 @@ class Generation:
             self._engine.cancel(self._requests[index].id)
             self._meters[index].end(reason)
         self._open.clear()
-
-    def _add(self, index: int, delta: TokenDelta) -> None:
-        if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
-            self._open.discard(index)
-            self._meters[index].end("error")
-            why = delta.error or "the engine cancelled the request"
-            raise ApiError(why, status=500, code=f"engine_{delta.finish.value}")
-        answer, meter = self.answers[index], self._meters[index]
-        before = answer.num_tokens
-        answer.add(delta)
-        meter.tokens(answer.num_tokens - before, delta.queued_s)
-        if answer.finish is not None:
-            self._open.discard(index)
-            self._engine.cancel(self._requests[index].id)  # a stop string, of which the engine knows nothing
-            meter.end(answer.finish)

@@ -1,4 +1,4 @@
-"""The frontend's process: `python -m splash_trt.frontend.main --engine ipc:///path …`, or `run` inside a supervisor.
+"""The frontend's process: `python -m splash_trt.frontend.main --engine ipc:///path …`.
 
 It ends when a signal asks for it, when the engine ends, or when the process that holds the lifeline's other end does.
 """
@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from aiohttp import web
 from splash_trt.frontend.app import Frontend
 from splash_trt.frontend.beside import Beside
 from splash_trt.frontend.client_socket import ClientSocket
-from splash_trt.frontend.connection import listen
+from splash_trt.frontend.connection import cannot_listen, listen
 from splash_trt.frontend.dashboard.history import History
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import engine_ended, unavailable
@@ -32,6 +33,7 @@ from splash_trt.frontend.options import Options, parse
 from splash_trt.frontend.reading import choose_reasoning_parser, choose_tool_parser
 from splash_trt.frontend.sampling import Defaults
 from splash_trt.frontend.serving import Limits, Serving
+from splash_trt.frontend.together import PUBLISH_S
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.lifeline import remove_sockets
 from splash_trt.observe import log as logs
@@ -43,6 +45,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 LAST_WORDS_S = 1.0  # for handlers to tell their clients how it ended
 LIFELINE_GRACE_S = 0.8
+ENDING = b"e"  # to who holds the lifeline: a signal asks for the end
 
 
 class Ending:
@@ -53,11 +56,14 @@ class Ending:
         self.signals = 0
         self.why = ""
         self.code = 0
+        self.told: Callable[[], None] = lambda: None
+        """Called once, when it is known."""
 
     def ask(self, why: str, code: int) -> None:
         if not self._event.is_set():
             self.why, self.code = why, code
             self._event.set()
+            self.told()
 
     def on_signal(self, name: str) -> None:
         self.signals += 1
@@ -77,14 +83,15 @@ async def run(options: Options) -> int:
         from splash_trt.observe.otel import open_spans
 
         spans = open_spans(options.otlp_endpoint, options.model_name)
-    metrics = Metrics(options.model_name, spans)
-    history = History(metrics)
+    member = options.member
+    metrics = Metrics(options.model_name, spans, member)
+    history = History(metrics) if member is None else History(metrics, began_s=member.began_s, server=member.run)
     engine = EngineClient(options.engine, history)
     metrics.watch(lambda: engine.status, lambda: engine.ready)
     serving = serving_of(options, engine, metrics)
     frontend = Frontend(serving, history, api_key=options.key(), key_for_metrics=options.api_key_for_metrics)
     clients = None
-    if options.client_endpoint is not None:
+    if options.client_endpoint is not None and (member is None or member.number == 0):
         clients = ClientSocket(options.client_endpoint, frontend, options.model_name, options.max_body_bytes)
     ending = Ending()
     loop = asyncio.get_running_loop()
@@ -100,17 +107,20 @@ async def run(options: Options) -> int:
     engine.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.on_signal, number.name)
-    ready, server = None, None
+    beside: list[asyncio.Task[None]] = []
+    servers: list[asyncio.Server] = []
     try:
-        server = await _listen(runner, options)
+        servers += await _listen(runner, options)
         if clients is not None:
             clients.start()
-        ready = asyncio.create_task(_announce(engine, server, options))
+        beside.append(asyncio.create_task(_announce(engine, servers, options)))
+        if member is not None:
+            beside.append(asyncio.create_task(_publish(serving)))
         return await _serve(options, frontend, clients, engine, ending)
     finally:
-        if ready is not None:
-            ready.cancel()
-        if server is not None:
+        for task in beside:
+            task.cancel()
+        for server in servers:
             server.close()
         await runner.cleanup()
         if clients is not None:
@@ -151,37 +161,29 @@ def load_defaults(options: Options) -> Defaults:
     return Defaults.load(Path(options.tokenizer) / "generation_config.json")
 
 
-async def _listen(runner: web.AppRunner, options: Options) -> asyncio.Server:
-    try:
-        server = await listen(runner, options.host, options.port)
-    except OSError as error:
-        raise _cannot_listen(options, error) from None
-    log.info("port %d is open; waiting for the engine", server.sockets[0].getsockname()[1])
-    return server
+async def _listen(runner: web.AppRunner, options: Options) -> list[asyncio.Server]:
+    member = options.member
+    if member is not None:
+        servers = [await listen(runner, opened=socket.socket(fileno=number)) for number in member.sockets]
+    else:
+        try:
+            servers = [await listen(runner, options.host, options.port)]
+        except OSError as error:
+            raise cannot_listen(options.host, options.port, error) from None
+    log.info("port %d is open; waiting for the engine", servers[0].sockets[0].getsockname()[1])
+    return servers
 
 
-def check_port(options: Options) -> None:
-    """ValueError if nothing can listen on host and port now."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        raise _cannot_listen(options, error) from None
-
-
-def _cannot_listen(options: Options, error: OSError) -> ValueError:
-    why = error.strerror or error
-    return ValueError(f"port: cannot listen on {options.host}:{options.port}: {why}; choose another --port")
-
-
-async def _announce(engine: EngineClient, server: asyncio.Server, options: Options) -> None:
+async def _announce(engine: EngineClient, servers: list[asyncio.Server], options: Options) -> None:
     await engine.found.wait()
-    log.info("listening on http://%s:%d for %s", *server.sockets[0].getsockname()[:2], options.model_name)
+    log.info("listening on http://%s:%d for %s", *servers[0].sockets[0].getsockname()[:2], options.model_name)
+
+
+async def _publish(serving: Serving) -> None:
+    """What is counted here, for the other frontends to answer with."""
+    while True:
+        await serving.beside.run(serving.metrics.publish)
+        await asyncio.sleep(PUBLISH_S)
 
 
 async def _serve(
@@ -238,38 +240,39 @@ async def _until_idle(
 
 
 def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
-    """A thread, so that it works also while the event loop is busy."""
+    """A thread, so that it works also while the event loop is busy. But it is the loop that sends back what comes."""
     try:
-        os.fstat(fd)
+        both_ways = stat.S_ISSOCK(os.fstat(fd).st_mode)
     except OSError as error:
         raise ValueError(f"lifeline: {fd} is not an open file descriptor: {error.strerror}") from None
 
+    def say(data: bytes) -> None:
+        with suppress(OSError):  # it has ended, which the thread notices
+            os.write(fd, data)
+
     def wait() -> None:
-        with suppress(OSError):
-            while os.read(fd, 1024):
-                pass
+        with suppress(OSError, RuntimeError):
+            while data := os.read(fd, 1024):
+                if both_ways:
+                    loop.call_soon_threadsafe(say, data)
         with suppress(RuntimeError):  # the loop may have ended by itself
             loop.call_soon_threadsafe(ending.ask, "the lifeline ended", EXIT_FAILED)
         time.sleep(LIFELINE_GRACE_S)
-        _remove_socket(options)
+        if options.own_socket:
+            remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
         os._exit(EXIT_FAILED)
 
+    if both_ways:
+        ending.told = lambda: say(ENDING)
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
-
-
-def _remove_socket(options: Options) -> None:
-    if options.own_socket:
-        remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
 
 
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
-        logs.configure("frontend", level=options.log_level, form=options.log_format)
-        try:
-            return asyncio.run(run(options))
-        finally:
-            _remove_socket(options)
+        name = "frontend" if options.member is None else options.member.name
+        logs.configure(name, level=options.log_level, form=options.log_format)
+        return asyncio.run(run(options))
     except ValueError as error:
         print(f"frontend: {error}", file=sys.stderr)
         return EXIT_USAGE

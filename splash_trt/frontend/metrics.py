@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from splash_trt.frontend.member import Member
+from splash_trt.frontend.together import Registries, Together
 from splash_trt.link import Frames, Ready, Status, SwitchReport
 from splash_trt.observe.compat import CompatNames
 from splash_trt.observe.series import Distribution, Rate
@@ -25,18 +27,23 @@ _TOKENS = tuple(1 << shift for shift in range(18))
 
 
 class Metrics:
-    """One registry of its own a frontend, and one with other systems' names for the same. Tells `spans` what it is
-    told."""
+    """What a frontend counts, and other systems' names for the same. Tells `spans` what it is told.
 
-    def __init__(self, model_name: str = "", spans: Spans | None = None) -> None:
+    member: the frontend is one of several that count together.
+    """
+
+    def __init__(self, model_name: str = "", spans: Spans | None = None, member: Member | None = None) -> None:
         self._spans = spans or Spans()
+        registries = self._registries = Registries()
+        ProcessCollector(registry=registries.process)
+        self._engine_counters(registries.engine)
+        self._request_counters(registries.requests)
+        self._switches = SwitchMetrics(registries.engine)
         registry = self._registry = CollectorRegistry()
+        self._together = Together(registries, member)
+        registry.register(self._together)
         self._compat = CollectorRegistry()
         self._compat.register(CompatNames(registry, model_name))
-        ProcessCollector(registry=registry)
-        self._engine_counters(registry)
-        self._request_counters(registry)
-        self._switches = SwitchMetrics(registry)
 
     def _engine_counters(self, registry: CollectorRegistry) -> None:
         layout = ["layout"]
@@ -79,7 +86,11 @@ class Metrics:
 
     def watch(self, status: Callable[[], Status | None], ready: Callable[[], Ready | None] = lambda: None) -> None:
         """Gauges are read from there when they are asked for."""
-        self._registry.register(StatusCollector(status, ready))
+        self._registries.state.register(StatusCollector(status, ready))
+
+    def publish(self) -> None:
+        """Leaves for the other frontends what has been counted. May be called in a thread of its own."""
+        self._together.publish()
 
     def text(self) -> bytes:
         """In Prometheus's text format. May be called in a thread of its own."""

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from splash_trt.frontend.client_socket import check_endpoint
+from splash_trt.frontend.member import Member
 from splash_trt.frontend.reading import REASONING_PARSERS, TOOL_PARSERS
 from splash_trt.observe.log import FORMATS, LEVELS
 from splash_trt.observe.spans import check_endpoint as check_collector
@@ -24,6 +25,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Wrong values raise ValueError naming the field."""
 
+    frontends: int = 1
+    """Processes that share the port."""
     max_queued: int = 1024
     """Requests that wait for their first token; more are refused with 429."""
     max_body_bytes: int = 16 << 20
@@ -42,7 +45,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """"auto": where a request says nothing, the checkpoint's generation_config.json does."""
 
     def __post_init__(self) -> None:
-        for field in ("max_queued", "max_body_bytes", "ready_deadline_s", "shutdown_deadline_s"):
+        for field in ("frontends", "max_queued", "max_body_bytes", "ready_deadline_s", "shutdown_deadline_s"):
             value = getattr(self, field)
             if not value > 0:
                 raise ValueError(f"{field}: {value} is not allowed; it must be above 0")
@@ -87,7 +90,10 @@ class Options(HttpSettings, frozen=True, kw_only=True):
     log_format: str = "text"
     log_level: str = "info"
     lifeline: int | None = None
-    """File descriptor of a pipe's reading end; this process ends when the pipe does."""
+    """File descriptor of a pipe's reading end or of a socket; this process ends when the other end closes. Over a
+    socket, what is sent is sent back by the event loop, and an ENDING when a signal asks for the end."""
+    member: Member | None = None
+    """None: it is alone, and opens host and port itself."""
     end_engine: bool = True
     """Tell the engine to end when a signal ends this process."""
     own_socket: bool = False
@@ -136,6 +142,7 @@ class Flag:
 
 
 FLAGS = (
+    Flag("frontends", "Processes that share the port, each good for some 10,000 tokens a second.", "K"),
     Flag("max_queued", "Requests that may wait for their first token; more get a 429.", "N"),
     Flag("max_body_bytes", "Longest body of a request.", "BYTES"),
     Flag("ready_deadline_s", "Not ready when there is work and no step completes for so long.", "SECONDS"),
@@ -193,6 +200,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--log-format", choices=FORMATS, default=FORMATS[0])
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--lifeline", type=int, metavar="FD", help="end when this pipe does")
+    parser.add_argument("--member", metavar="JSON", help="one of several, started by what watches over them")
     parser.add_argument("--keep-engine", dest="end_engine", action="store_false", help="leave the engine running")
     parser.add_argument("--own-socket", action="store_true", help="remove the engine's socket at the end")
     for flag in FLAGS:
@@ -200,7 +208,9 @@ def parse(argv: Sequence[str]) -> Options:
         if flag.is_switch:
             kinds = {"action": "store_true"}
         parser.add_argument(flag.option, dest=flag.field, default=flag.default, help=flag.help, **kinds)
-    return Options(**vars(parser.parse_args(argv)))
+    fields = vars(parser.parse_args(argv))
+    member = fields.pop("member")
+    return Options(**fields, member=None if member is None else msgspec.json.decode(member, type=Member))
 
 
 def _check_key(field: str, key: str) -> None:

@@ -56,6 +56,9 @@ class SwitchMetrics:
         """Switches end in the order of their numbers, one at a time; a stall is known at the end or soon after."""
         record, number = report.record, report.number
         self._records[number] = record
+        if report.is_past:  # counted, if it has ended, by those that were there
+            self._ended_to = max(self._ended_to, number if record.get("ended") else 0)
+            self._stalled_to = max(self._stalled_to, number if record.get("stall_s") is not None else 0)
         while len(self._records) > MAX_KEPT:
             del self._records[min(self._records)]
         ends = (str(record.get("source")), str(record.get("target")))

@@ -135,7 +135,7 @@ class Server:
             self._shared |= {path for path in paths if os.path.exists(path)}
 
     def find(self, kind: str) -> psutil.Process:
-        """kind: mpirun, frontend, rank0, rank1 and so on."""
+        """kind: mpirun, supervisor, frontend, rank0, rank1 and so on."""
         return next(process for process in self._seen if self._kind(process) == kind)
 
     def _kind(self, process: psutil.Process) -> str:
@@ -145,7 +145,7 @@ class Server:
         rank = process.environ().get("OMPI_COMM_WORLD_RANK")
         if rank is not None:
             return f"rank{rank}"
-        return "frontend" if process.pid == self.process.pid and self.mode == "supervised" else "mpirun"
+        return "supervisor" if process.pid == self.process.pid and self.mode == "supervised" else "mpirun"
 
     def alive(self) -> list[psutil.Process]:
         """Processes that were seen and have not ended; a zombie has, whoever has yet to ask for its exit code."""

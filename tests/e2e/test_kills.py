@@ -72,10 +72,10 @@ CAUSES = {
     ("mpirun", "mpirun"): r"",
     ("supervised", "rank0"): r"rank 1: step \d+: ended by SIGTERM in .*; rank 0's process is gone \(step \d+",
     ("supervised", "rank1"): r"rank 0: step \d+: ended by SIGTERM in .*; rank 1's process is gone \(step \d+",
-    ("supervised", "frontend"): r"rank 0: its supervisor is gone",
+    ("supervised", "supervisor"): r"rank 0: its supervisor is gone",
     ("supervised", "mpirun"): r"splash-trt: mpirun was ended by SIGKILL",
 }
-IN_CI = {("mpirun", "rank1"), ("supervised", "frontend")}
+IN_CI = {("mpirun", "rank1"), ("supervised", "supervisor")}
 
 
 @pytest.mark.parametrize(

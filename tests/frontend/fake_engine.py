@@ -27,6 +27,7 @@ from splash_trt.link import (
     Status,
     Submit,
     ToEngine,
+    in_columns,
 )
 from splash_trt.link_server import LinkServer
 from splash_trt.request import FinishReason, Request, TokenDelta, TokenLogprob
@@ -52,6 +53,7 @@ def ready_message(vocab_size: int, incarnation: str = "first", max_context: int 
 class Running:
     client: bytes
     request: Request
+    number: int | None = None
     num_done: int = 0
     num_scored: int = 0
     """Prompt tokens whose log-probabilities have been told."""
@@ -121,10 +123,10 @@ class FakeEngine(threading.Thread):
         self._clients.add(client)
         if message is None:
             link.send(client, self._ready)
-            link.send(client, self._frames(()))
+            link.send(client, self._frames([]))
         elif isinstance(message, Submit):
             self.submitted.append(message.request)
-            self._running.append(Running(client, message.request))
+            self._running.append(Running(client, message.request, message.number))
         elif isinstance(message, Cancel):
             self.cancelled.append(message.request_id)
             self._running = [r for r in self._running if (r.client, r.request.id) != (client, message.request_id)]
@@ -133,7 +135,7 @@ class FakeEngine(threading.Thread):
                 self.layout = self.layout if message.layout == "auto" else message.layout
                 self.mode = "pinned" if message.pin else "auto"
             link.send(client, LayoutReply(self._ready.incarnation, message.token, self.layout_error))
-            link.send(client, self._frames(()))
+            link.send(client, self._frames([]))
         elif isinstance(message, Explain):
             if not self.silent_to_explain:
                 report: dict[str, object] = {"chosen": self.layout, "compared": [{"layout": "dp", "gain": 0.5}]}
@@ -145,11 +147,11 @@ class FakeEngine(threading.Thread):
     def _complete_step(self, link: LinkServer) -> None:
         time.sleep(self._step_s)
         self._step += 1
-        deltas: dict[bytes, list[TokenDelta]] = {client: [] for client in self._clients}
+        deltas: dict[bytes, list[tuple[int | None, TokenDelta]]] = {client: [] for client in self._clients}
         going_on = []
         for running in self._running:
             delta = self._advance(running)
-            deltas[running.client].append(delta)
+            deltas[running.client].append((running.number, delta))
             if delta.finish is None:
                 going_on.append(running)
             else:
@@ -157,7 +159,7 @@ class FakeEngine(threading.Thread):
         num_tokens = self._tokens_per_step * len(self._running)
         self._running = going_on
         for client, of_client in deltas.items():
-            link.send(client, self._frames(tuple(of_client), num_tokens))
+            link.send(client, self._frames(of_client, num_tokens))
 
     def _advance(self, running: Running) -> TokenDelta:
         sampling, prompt = running.request.sampling, running.request.prompt
@@ -186,7 +188,7 @@ class FakeEngine(threading.Thread):
         vocab_size = self._ready.vocab_size
         return TokenLogprob(token, -0.5, tuple(((token + i) % vocab_size, -0.5 - i) for i in range(num_top)))
 
-    def _frames(self, deltas: tuple[TokenDelta, ...], num_tokens: int = 0) -> Frames:
+    def _frames(self, deltas: list[tuple[int | None, TokenDelta]], num_tokens: int = 0) -> Frames:
         status = Status(
             layout=self.layout,
             epoch=0,
@@ -201,7 +203,9 @@ class FakeEngine(threading.Thread):
             total_tokens=(4096, 4096),
         )
         step = self._step if num_tokens else 0
-        return Frames(self._ready.incarnation, step, num_tokens, self._step_s, status, deltas)
+        numbers, tokens, others = in_columns(deltas)
+        incarnation = self._ready.incarnation
+        return Frames(incarnation, step, num_tokens, self._step_s, status, others, numbers=numbers, tokens=tokens)
 
 
 def main(argv: list[str]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splash_trt.frontend.engine_client import Mailbox
+from splash_trt.frontend.engine_client import Receiver
 from splash_trt.frontend.errors import ApiError, engine_ended
 from splash_trt.frontend.generation import Generation
 from splash_trt.frontend.metrics import CONTENT_TYPE, Metrics
@@ -206,9 +206,10 @@ def test_every_alias_has_its_source_and_its_type() -> None:
 
 def test_requests_of_an_engine_that_ended_are_errors() -> None:
     class Gone:
-        def submit(self, request: Request, mailbox: Mailbox, index: int) -> None:
-            mailbox.put(index, TokenDelta(request.id, (7,)))
-            mailbox.fail(engine_ended())
+        def submit(self, request: Request, receiver: Receiver, index: int) -> None:
+            receiver.put(index, TokenDelta(request.id, (7,)))
+            receiver.fail(engine_ended())
+            receiver.flush()
 
         def cancel(self, request_id: str) -> None: ...
 

@@ -29,7 +29,7 @@ class Seconds(msgspec.Struct, frozen=True):
     tokens: list[int]
     """Computed, prompt and output together."""
     output_tokens: list[int]
-    """Sent to this frontend's clients."""
+    """Of the engine, whichever frontend they went to."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -93,17 +93,25 @@ class _Kept:
 class History:
     """A listener that remembers, and hands on to `then` what it is told. Memory is bounded, whatever happens."""
 
-    def __init__(self, then: Listener, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        then: Listener,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        began_s: float | None = None,
+        server: str | None = None,
+    ) -> None:
+        """began_s, server: when second 0 was by the clock, and its name: of frontends that answer for each other."""
         self._then = then
         self._clock = clock
-        self._began = clock()
-        self._server = uuid.uuid4().hex
+        self._began = clock() if began_s is None else began_s
+        self._server = server or uuid.uuid4().hex
         self._engine: str | None = None
         self._seconds: deque[_Second] = deque([_Second(0, 0)], maxlen=WINDOW_S + 1)
         """The last one is of second self._second, which is under way."""
-        self._second = 0
+        self._second = int(self._now_s())
         self._running = self._waiting = 0
-        self._phases: deque[Phase] = deque([Phase(0.0, None, "steady", None)], maxlen=MAX_PHASES)
+        self._phases: deque[Phase] = deque([Phase(self._now_s(), None, "steady", None)], maxlen=MAX_PHASES)
         self._switches: dict[int, _Kept] = {}
 
     def on_frames(self, frames: Frames) -> None:
@@ -114,14 +122,16 @@ class History:
         second.running = max(second.running, status.running)
         second.waiting = max(second.waiting, status.waiting)
         second.tokens += frames.num_tokens
-        for delta in frames.deltas:
-            second.output_tokens += len(delta.tokens)
+        second.output_tokens += frames.num_output
         self._engine = frames.incarnation
         target = status.switch_target if status.switch != "steady" else None
         self._enter(Phase(now_s, status.layout, status.switch, target))
         self._then.on_frames(frames)
 
     def on_switch(self, report: SwitchReport) -> None:
+        if report.is_past:  # when it was is not known
+            self._then.on_switch(report)
+            return
         now_s = self._now_s()
         kept = self._switches.setdefault(report.number, _Kept(now_s))
         kept.record, kept.changed_s = report.record, now_s

@@ -1,0 +1,194 @@
+"""What several frontends of one engine have counted, as one answer, whichever of them is asked.
+
+Each leaves what it has counted in a file, once a second and when it is asked, and whoever is asked adds up what is in
+the files. So no total ever falls, wherever the questions go: Prometheus would take that for a new start. A frontend
+that takes a dead one's place goes on from its file. What the engine tells all of them, the first one counts for all.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from splash_trt.frontend.member import Member
+from splash_trt.lifeline import COUNTS_PREFIX
+
+PUBLISH_S = 1.0
+STALE_S = 5.0  # gauges of a frontend that has not said anything for so long are not counted
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Family(msgspec.Struct):
+    """samples: name, labels, value."""
+
+    name: str
+    text: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """All that one frontend has counted, at `now_s` of the monotonic clock."""
+
+    now_s: float
+    engine: list[Family]
+    requests: list[Family]
+    process: list[Family]
+
+
+class Registries:
+    """engine: counted from what the engine tells everybody. requests: of those that this frontend serves. process: of
+    this process. state: how things stand, which each frontend knows."""
+
+    def __init__(self) -> None:
+        self.engine = CollectorRegistry()
+        self.requests = CollectorRegistry()
+        self.process = CollectorRegistry()
+        self.state = CollectorRegistry()
+
+
+class Together(Collector):
+    """All of a frontend's metrics; with `member`, those of its siblings as well. Any thread may use it."""
+
+    def __init__(self, registries: Registries, member: Member | None) -> None:
+        self._own = registries
+        self._member = member
+        self._lock = threading.Lock()
+        before = None if member is None else _read(_path(member, member.number))
+        self._engine_before = _values(before.engine) if before is not None else {}
+        self._requests_before = _values(before.requests) if before is not None else {}
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a registry that is told nothing does not collect on registration."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._own.state.collect()
+        member, own = self._member, self.publish()
+        found = {0: own}
+        if member is not None:
+            others = {n: _read(_path(member, n)) for n in range(member.count) if n != member.number}
+            found = {n: snapshot for n, snapshot in others.items() if snapshot is not None}
+            found[member.number] = own
+        if 0 in found:
+            yield from map(_metric, found[0].engine)
+        yield from map(_metric, _sum([found[number] for number in sorted(found)], own.now_s))
+        yield from map(_metric, _side_by_side(found, own.now_s))
+
+    def publish(self) -> Snapshot:
+        """Leaves what there is now for the siblings."""
+        with self._lock:
+            snapshot = Snapshot(
+                now_s=time.monotonic(),
+                engine=_families(self._own.engine, self._engine_before),
+                requests=_families(self._own.requests, self._requests_before),
+                process=_families(self._own.process, {}),
+            )
+            if self._member is not None:
+                path = _path(self._member, self._member.number)
+                part = path.with_suffix(".part")
+                with suppress(OSError):  # the folder is gone: the run ends
+                    part.write_bytes(msgspec.msgpack.encode(snapshot))
+                    os.replace(part, path)
+            return snapshot
+
+
+def _path(member: Member, number: int) -> Path:
+    return Path(member.folder) / f"{COUNTS_PREFIX}{number}"
+
+
+def _read(path: Path) -> Snapshot | None:
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
+    except OSError:  # it has not begun yet
+        return None
+
+
+def _families(registry: CollectorRegistry, before: dict[Key, float]) -> list[Family]:
+    """Counts go on from those before; a gauge is what it is."""
+    families = []
+    for metric in registry.collect():
+        samples = [(sample.name, sample.labels, sample.value) for sample in metric.samples]
+        families.append(Family(metric.name, metric.documentation, metric.type, samples))
+    if before:
+        _add(families, before)
+    return families
+
+
+def _add(families: list[Family], before: dict[Key, float]) -> None:
+    for family in families:
+        if family.kind == "gauge":
+            continue
+        names = {name for name, _, _ in family.samples} | {f"{family.name}{end}" for end in _ENDS}
+        old = {key: value for key, value in before.items() if key[0] in names}
+        family.samples = _merge([[(*_pair(key), value) for key, value in old.items()], family.samples])
+
+
+_ENDS = ("_total", "_bucket", "_count", "_sum", "_created")
+
+
+def _pair(key: Key) -> tuple[str, dict[str, str]]:
+    return key[0], dict(key[1])
+
+
+def _values(families: list[Family]) -> dict[Key, float]:
+    return {
+        (name, tuple(labels.items())): value
+        for family in families
+        if family.kind != "gauge"
+        for name, labels, value in family.samples
+    }
+
+
+def _sum(snapshots: list[Snapshot], now_s: float) -> list[Family]:
+    """Of each family; a gauge's are left out where they are old."""
+    sums: dict[str, list[tuple[Family, bool]]] = {}
+    for snapshot in snapshots:
+        for family in snapshot.requests:
+            sums.setdefault(family.name, []).append((family, snapshot.now_s >= now_s - STALE_S))
+    families = []
+    for parts in sums.values():
+        first = parts[0][0]
+        samples = _merge([part.samples for part, is_new in parts if is_new or part.kind != "gauge"])
+        families.append(Family(first.name, first.text, first.kind, samples))
+    return families
+
+
+def _side_by_side(snapshots: dict[int, Snapshot], now_s: float) -> list[Family]:
+    """What concerns processes, with a label for which one where there are several."""
+    families: dict[str, Family] = {}
+    for number, snapshot in sorted(snapshots.items()):
+        labels = {} if len(snapshots) == 1 else {"frontend": str(number)}
+        for family in snapshot.process if snapshot.now_s >= now_s - STALE_S else ():
+            shown = families.setdefault(family.name, Family(family.name, family.text, family.kind, []))
+            shown.samples += [(name, {**own, **labels}, value) for name, own, value in family.samples]
+    return list(families.values())
+
+
+def _merge(parts: list[list[tuple[str, dict[str, str], float]]]) -> list[tuple[str, dict[str, str], float]]:
+    """Values of equal names and labels added up; of when something was created, the first."""
+    values: dict[Key, float] = {}
+    for samples in parts:
+        for name, labels, value in samples:
+            key = (name, tuple(labels.items()))
+            combine: Callable[[float, float], float] = min if name.endswith("_created") else operator.add
+            values[key] = combine(values[key], value) if key in values else value
+    return [(*_pair(key), value) for key, value in values.items()]
+
+
+def _metric(family: Family) -> Metric:
+    metric = Metric(family.name, family.text, family.kind)
+    metric.samples = [Sample(*sample) for sample in family.samples]
+    return metric
