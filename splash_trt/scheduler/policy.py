@@ -249,7 +249,7 @@ def _kind(comparison: Comparison, best: Candidate, load: Load) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _explained(candidate: Candidate, room: dict[Layout, int]) -> dict[str, object]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from splash_trt.cache.directory import Directory
 from splash_trt.cache.placement import Placement, num_pages
 from splash_trt.layout.spec import PlacementKind
-from splash_trt.scheduler.admission import place
+from splash_trt.scheduler.admission import RankLoads, place
+from splash_trt.scheduler.slots import Slots
 
 RUNS = settings(deadline=None, derandomize=True)
 KINDS = list(PlacementKind)
@@ -87,7 +88,8 @@ def test_place_finds_room_exactly_where_there_is_some(
             need(now, rank) <= free[rank] and need(now + more, rank) <= limits[rank] for rank in range(len(limits))
         )
 
-    placed = place(directory, kind, now, now + more, np.zeros(len(limits), np.int64), lambda placement: None)
+    nothing_runs = RankLoads(Slots(1), np.zeros(len(limits), np.int64), None)
+    placed = place(directory, kind, now, now + more, nothing_runs, lambda placement: None)
     found = None if placed is None else placed[0]
     assert (found is not None) == any(fits(home) for home in range(len(limits)))
     if found is not None:
