@@ -7,6 +7,9 @@ A block of bash says after its language what a test does with it:
     serve               a command that serves: its options are checked, and it is run among the slow proofs
     nightly-serve       the same, where more than `splash-trt` starts it
     no-test: REASON     not run
+
+A block of JSON may be the `output` of the one before it, the `output-part` of one of its fields, or `explain`: what
+the policy has seen of a load.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from splash_trt.frontend.options import take_settings
 from splash_trt.serve import ServeOptions
 from tests.e2e.doc_pages import PAGES, ROOT, Block, blocks
 from tests.e2e.fork_server import ForkServer
-from tests.e2e.servers import MODEL, START_S, Server, free_port, wait_until
+from tests.e2e.servers import MODEL, START_S, Server, StreamReader, free_port, wait_until
 from tests.oracles.published_configs import V3
 
 ALL = [block for page in PAGES for block in blocks(page)]
@@ -122,9 +122,9 @@ def check_like(wanted: Any, value: Any, place: str, *, whole: bool) -> None:
     elif ".error." in place:
         assert value == wanted, place
     elif isinstance(wanted, str):
-        start, more, _ = wanted.partition("…")
+        start, cut, _ = wanted.partition("…")
         assert isinstance(value, str), f"{place}: {value!r}"
-        assert not more or " " in start or value.startswith(start), f"{place}: {value!r}"
+        assert not cut or " " in start or value.startswith(start), f"{place}: {value!r}"
     elif wanted is not None:
         number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
         kind = int | float if number else bool
@@ -157,6 +157,22 @@ def test_blocks_run(page: Path, engine: Path, server: Server, forks: ForkServer,
             check_output(output_of(page, block), run(for_server(block.text, server), folder, forks.bin))
     finally:
         server.ask("POST", "/v1/layout", {"layout": "auto"})
+
+
+def test_reasons_look_as_shown(server: Server) -> None:
+    """explain, once the policy has looked at some load."""
+    (shown,) = [block for block in ALL if block.kind == "explain"]
+    server.ask("POST", "/v1/layout", {"layout": "auto"})
+    reader = StreamReader(server, {"prompt": [1, 2, 3], "max_tokens": 40})
+
+    def seen() -> Any:
+        policy = server.ask("GET", "/v1/layout?explain=1").json["explain"]["policy"]
+        return policy if policy["candidates"] else None
+
+    policy = wait_until(seen, 60, "a look at the load")
+    reader.join(60)
+    wanted = json.loads(shown.text)
+    check_like(wanted, {key: value for key, value in policy.items() if key != "objective"}, shown.place, whole=True)
 
 
 @pytest.mark.parametrize("block", [b for b in ALL if b.kind.endswith("serve")], ids=lambda b: b.place)

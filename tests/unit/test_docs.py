@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -105,6 +106,48 @@ def test_every_command_and_flag_is_documented() -> None:
         assert f"splash-trt {name}" in text
         missing = options_of(visible()[name]) - set(FLAG.findall(text)) - {"--help"}
         assert not missing, f"{name}: {sorted(missing)} on none of {sorted(page.name for page in near)}"
+
+
+FILLED_IN = re.compile(
+    r"…|'[^']*'|[\w.:-]*\d[\w.:]*|--[a-z-]+:?|\bN\b|\bdp\b|\bSIG[A-Z]+|\b[a-z]+\.json\b|the frontend"
+    r"|Address already in use"
+)
+OTHERS_MESSAGES = (
+    "foo: Object contains unknown field",
+    "mpirun has detected an attempt to run as root",
+    "There are not enough slots available",
+)
+
+
+def program_texts() -> str:
+    """Every text in the sources, with what is filled in left out as …"""
+    found = []
+    for package in ("splash_trt", "engines"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                    found.append("".join(str(part) for part in parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_are_those_of_the_program() -> None:
+    """In troubleshooting.md's tables, as far as nothing is filled into them."""
+    page = ROOT / "docs" / "troubleshooting.md"
+    rows = [line.split(" | ")[0] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row) if " " in message]
+    assert len(messages) > 30
+    texts = program_texts()
+    unknown = [
+        (message, part.strip())
+        for message in messages
+        if message not in OTHERS_MESSAGES
+        for part in FILLED_IN.split(message)
+        if len(part.strip()) >= 8 and part.strip(" ;:,(") not in texts
+    ]
+    assert not unknown, unknown
 
 
 def completed(arguments: list[str], incomplete: str) -> set[str]:
