@@ -11,10 +11,15 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.shell_completion import BashComplete
 
 from splash_trt.cli import commands
+from splash_trt.config import Layout
+from splash_trt.layout.spec import SPECS, Residency
+from splash_trt.migration.diff import Sizes
+from splash_trt.scheduler.transition import row_traffic, weight_traffic
 from tests.e2e.doc_pages import KINDS, NO_TEST, PAGES, ROOT, anchors, blocks, links
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -148,6 +153,27 @@ def test_messages_are_those_of_the_program() -> None:
         if len(part.strip()) >= 8 and part.strip(" ;:,(") not in texts
     ]
     assert not unknown, unknown
+
+
+def test_what_a_switch_moves_is_what_the_table_says() -> None:
+    """layouts.md's table against the rules that the policy reckons with."""
+    text = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+    table = text[text.index("| from") :].splitlines()
+    targets = [Layout.parse(name.strip()) for name in table[0].split("|")[2:-1]]
+    rows = np.array([64.0, 0.0, 64.0])
+    pages = dict.fromkeys(Residency, (4, 4, 4))
+    sizes = Sizes(page_tokens=64, row_bytes=1, itemsize=1, heads=(1, 1, 1), head_numbers=(1,), pages=pages)
+    for line in table[2 : 2 + len(Layout)]:
+        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        source = SPECS[Layout.parse(name)]
+        for layout, cell in zip(targets, cells, strict=True):
+            target = SPECS[layout]
+            heads = weight_traffic(source.residency, target.residency, sizes).sent.any()
+            cache = row_traffic(source.placement, target.placement, rows, 1).sent.sum() / rows.sum()
+            assert ("heads" in cell) == heads, f"{name} to {layout.name}: {cell}"
+            expected = 2 if "to all" in cell else 2 / 3 if "one page in N" in cell else 0
+            same_ranks = cell == ""
+            assert same_ranks or abs(cache - expected) < 1e-9, f"{name} to {layout.name}: {cell}, {cache}"
 
 
 def completed(arguments: list[str], incomplete: str) -> set[str]:
