@@ -37,6 +37,10 @@ def plot_cases(result: Result, path: Path) -> None:
             )
         axis.axhline(1.0, color="grey", lw=0.8)
         axis.set(yscale="log", ylabel="time over the best fixed layout's", xlabel=f"{kind} loads, by auto's value")
+        ticks = [0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0]
+        low, high = axis.get_ylim()
+        axis.set_yticks([t for t in ticks if low <= t <= high], [f"{t:g}" for t in ticks if low <= t <= high])
+        axis.minorticks_off()
         axis.set_xticks(range(len(order)), [str(number) for number in order], fontsize=6)
         axis.legend(fontsize=8, ncols=len(found))
         axis.grid(alpha=0.3, axis="y")

@@ -19,9 +19,9 @@ from perf.harness import ROOT
 from perf.policy_loads import DEPLOYMENTS, FIXED, LABELS, Deployment, adversary_numbers, deployment, is_open, load_of
 from splash_trt.config import Layout
 from splash_trt.simulate.adversary import Adversary
-from splash_trt.simulate.generators import random_trace
+from splash_trt.simulate.generators import reasoning, rollouts
 from splash_trt.simulate.outcome import AUTO, CEILING, Outcome
-from splash_trt.simulate.traces import joined
+from splash_trt.simulate.traces import Trace, joined
 
 CODE = ("scheduler", "simulate", "layout", "migration", "cache", "memory", "models", "config.py", "orchestrator.py")
 """Of splash_trt: what a simulated run's numbers come from."""
@@ -206,14 +206,21 @@ def _load(kind: str, number: int, size: float) -> str:
     return digest.hexdigest()[:12]
 
 
+def few_then_crowd() -> Trace:
+    """One client, then hundreds at once: a load that the layout follows within seconds."""
+    rng = np.random.default_rng(1)
+    few = reasoning(rng, requests=2, clients=1, output_median=300, output_sigma=0.1)
+    crowd = rollouts(rng, prompts=64, samples=8, prompt_tokens=256, output_median=250, output_sigma=0.1)
+    return joined("few then crowd", [few, crowd], in_turn=True)
+
+
 def same_twice() -> str:
     """The check: a load with changes of layout, twice, brings the same bytes. AssertionError if not."""
-    few = random_trace(np.random.default_rng(3), phases=1, size=0.1)
-    crowd = random_trace(np.random.default_rng(4), phases=1, size=0.1)
-    load = joined("check", [few, crowd, few], in_turn=True)
+    load = few_then_crowd()
     runs = [DEPLOYMENTS[1].compare(load) for _ in range(2)]
     one, other = ([o.to_bytes() for o in run.outcomes] for run in runs)
     assert one == other, "two runs of the same load differ"
     tokens = {o.output_tokens for o in runs[0].outcomes}
     assert tokens == {int(load.output_tokens.sum())}, f"not every layout made all tokens: {tokens}"
+    assert any(o.num_switches for o in runs[0].outcomes), "nothing changed the layout"
     return f"{len(one)} runs of {load.num_requests} requests were the same bytes twice; each made {tokens.pop()} tokens"

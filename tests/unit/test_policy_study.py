@@ -3,14 +3,11 @@ the numbers are the same everywhere."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from perf.policy_loads import DEPLOYMENTS, FIXED, LABELS, Deployment
-from perf.policy_study import Case, Run, solve, tasks_of
-from splash_trt.simulate.generators import reasoning, rollouts
+from perf.policy_study import Case, Run, few_then_crowd, solve, tasks_of
 from splash_trt.simulate.outcome import AUTO, CEILING
-from splash_trt.simulate.traces import Trace, joined
 
 RANDOM = (1, 2, 4, 6, 7, 10)
 ADVERSARIES = (1, 2)
@@ -23,14 +20,6 @@ def case(kind: str, number: int, size: float) -> Case:
     for task in tasks_of(kind, number, size):
         runs |= {run.label: run for run in solve(task)}
     return Case(kind=kind, number=number, runs=runs)
-
-
-def few_then_crowd() -> Trace:
-    """A minute of one client, then ten seconds of 512."""
-    rng = np.random.default_rng(1)
-    few = reasoning(rng, requests=2, clients=1, output_median=400, output_sigma=0.1)
-    crowd = rollouts(rng, prompts=64, samples=8, prompt_tokens=256, output_median=250, output_sigma=0.1)
-    return joined("few then crowd", [few, crowd], in_turn=True)
 
 
 @pytest.mark.parametrize("where", DEPLOYMENTS[:2], ids=str)
