@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for a Unix socket
 LAST_FRAMES_S = 0.05  # what the engine said last is still being read when its end is noticed
 LINGER_MS = 500
-MAX_TAKING_S = 0.005  # until what came is passed on: an engine ahead of us is caught up with, in longer pieces
-MAX_FLUSHES = 128  # in a row; then whoever else waits for the event loop has a turn
+MAX_TAKING_S = 0.002  # until what came is passed on: an engine ahead of us is caught up with, in longer pieces
+MAX_FLUSHES = 64  # in a row; then whoever else waits for the event loop has a turn
 
 
 class Listener(Protocol):
@@ -140,6 +140,12 @@ class EngineClient:
     def num_unstarted(self) -> int:
         """Requests that wait for their first token. Counts what was sent a moment ago, as the status does not."""
         return self._num_unstarted
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for their first token, other frontends' that have no cache yet among them."""
+        waiting = 0 if self.status is None else self.status.waiting
+        return max(self._num_unstarted, waiting)
 
     @property
     def num_requests(self) -> int:

@@ -228,8 +228,7 @@ async def _stream(http: web.Request, generation: Generation, shape: Shape) -> we
 
 async def _write_events(stream: EventStream, generation: Generation, shape: Shape) -> None:
     def events(grown: list[int]) -> bytes:
-        counts = generation.counts()
-        return b"".join([shape.chunk(index, generation.answers[index].take(), counts) for index in grown])
+        return b"".join([shape.chunk(index, generation.answers[index].take(), generation.counts) for index in grown])
 
     def send_now(grown: list[int]) -> bool:
         if not stream.takes_more:
@@ -240,14 +239,14 @@ async def _write_events(stream: EventStream, generation: Generation, shape: Shap
         return True
 
     try:
-        opening = shape.opening(len(generation.answers), generation.counts())
+        opening = shape.opening(len(generation.answers), generation.counts)
         if opening:
             await stream.write(opening)
         async for grown in generation.run(send_now):
             data = events(grown)
             if data:
                 await stream.write(data)
-        await stream.write(shape.closing(generation.counts()))
+        await stream.write(shape.closing(generation.counts))
     except ConnectionResetError:
         raise
     except ApiError as error:

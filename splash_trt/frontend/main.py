@@ -6,6 +6,7 @@ It ends when a signal asks for it, when the engine ends, or when the process tha
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -176,6 +177,8 @@ async def _listen(runner: web.AppRunner, options: Options) -> list[asyncio.Serve
 
 async def _announce(engine: EngineClient, servers: list[asyncio.Server], options: Options) -> None:
     await engine.found.wait()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it again and again would hold up all streams
     log.info("listening on http://%s:%d for %s", *servers[0].sockets[0].getsockname()[:2], options.model_name)
 
 
@@ -258,8 +261,7 @@ def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, 
         with suppress(RuntimeError):  # the loop may have ended by itself
             loop.call_soon_threadsafe(ending.ask, "the lifeline ended", EXIT_FAILED)
         time.sleep(LIFELINE_GRACE_S)
-        if options.own_socket:
-            remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
+        _remove_sockets(options)
         os._exit(EXIT_FAILED)
 
     if both_ways:
@@ -267,12 +269,27 @@ def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
+def _remove_sockets(options: Options) -> None:
+    """What the process at the lifeline's other end would have removed, had it not been killed."""
+    if options.own_socket and options.lifeline is not None and _has_ended(options.lifeline):
+        remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
+
+
+def _has_ended(lifeline: int) -> bool:
+    with socket.socket(fileno=os.dup(lifeline)) as line, suppress(OSError):  # BlockingIOError: it is there
+        return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return False
+
+
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
         name = "frontend" if options.member is None else options.member.name
         logs.configure(name, level=options.log_level, form=options.log_format)
-        return asyncio.run(run(options))
+        try:
+            return asyncio.run(run(options))
+        finally:
+            _remove_sockets(options)
     except ValueError as error:
         print(f"frontend: {error}", file=sys.stderr)
         return EXIT_USAGE

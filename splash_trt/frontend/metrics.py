@@ -13,7 +13,7 @@ from splash_trt.frontend.member import Member
 from splash_trt.frontend.together import Registries, Together
 from splash_trt.link import Frames, Ready, Status, SwitchReport
 from splash_trt.observe.compat import CompatNames
-from splash_trt.observe.series import Distribution, Rate
+from splash_trt.observe.series import Distribution, Rate, Total
 from splash_trt.observe.spans import Spans
 from splash_trt.observe.switches import SwitchMetrics
 from splash_trt.request import FinishReason
@@ -61,7 +61,8 @@ class Metrics:
     def _request_counters(self, registry: CollectorRegistry) -> None:
         help_text = "Prompt tokens of requests that got their first token"
         self._prompt_tokens = Counter("splash_prompt_tokens", help_text, registry=registry)
-        self._output_tokens = Counter("splash_output_tokens", "Tokens sent to clients", registry=registry)
+        self._output_tokens = Total("splash_output_tokens", "Tokens sent to clients")
+        registry.register(self._output_tokens)
         self._requests = Counter("splash_requests", "Requests that ended, by how", ["reason"], registry=registry)
         for reason in FinishReason:
             self._requests.labels(reason.value)
@@ -149,7 +150,7 @@ class RequestMeter:
         if count == 0:
             return False
         metrics, now = self._metrics, time.monotonic()
-        metrics._output_tokens.inc(count)
+        metrics._output_tokens.add(count)
         metrics._rate.add(count)
         self._num_tokens += count
         if self._first is not None:

@@ -97,7 +97,7 @@ class Options(HttpSettings, frozen=True, kw_only=True):
     end_engine: bool = True
     """Tell the engine to end when a signal ends this process."""
     own_socket: bool = False
-    """Remove the engine's socket and its folder at the end, as the engine may not live to do it."""
+    """Remove the engine's socket and its folder if the process at the lifeline's other end could not."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -134,7 +134,7 @@ class Serving:
 
     def check_room(self, num_requests: int) -> None:
         """ApiError (429) if so many more may not wait."""
-        waiting, most = self.engine.num_unstarted, self.limits.max_queued
+        waiting, most = self.engine.num_queued, self.limits.max_queued
         if waiting + num_requests > most:
             message = f"{waiting} requests wait already, of {most} that may; try later"
             raise ApiError(message, status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)

@@ -35,8 +35,14 @@ from splash_trt.frontend.stream import CallDelta, Piece, ShownLogprob
 from splash_trt.request import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
+MARK = "\0what came\0"
 LEAST_LOGPROB = -9999.0
 """JSON has no -inf; the number is vLLM's."""
+
+Counts = Callable[[], Usage]
+"""Tokens so far."""
+
+_encode = msgspec.json.Encoder().encode
 
 
 def event(data: bytes) -> bytes:
@@ -72,21 +78,35 @@ class Shape:
         self._token_bytes = token_bytes
         self._wanted = wanted
         self._head: tuple[str, int, str] = (response_id, int(time.time()), model)
+        with_usage = wanted.usage_at_end or wanted.usage_always
+        self._is_plain = wanted.logprobs is None and not wanted.token_ids and not with_usage
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: what stands around the text in an event that has nothing else to tell."""
 
-    def opening(self, num_choices: int, counts: Usage) -> bytes:
+    def opening(self, num_choices: int, counts: Counts) -> bytes:
         """What a stream begins with."""
         return b""
 
-    def chunk(self, index: int, piece: Piece, counts: Usage) -> bytes:
+    def chunk(self, index: int, piece: Piece, counts: Counts) -> bytes:
         """An event with what came for choice `index`; empty if there is nothing to tell."""
+        if self._is_plain and piece.text and not (piece.finish or piece.reasoning or piece.calls):
+            before, after = self._frames.get(index) or self._frame(index)
+            return b"%b%b%b" % (before, _encode(piece.text), after)
         shown = piece.text or piece.reasoning or piece.calls or piece.finish
         if not (shown or piece.logprobs or (piece.tokens and self._wanted.token_ids)):
             return b""
         return self._event([self._part(index, piece)], counts)
 
-    def closing(self, counts: Usage) -> bytes:
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Made of an event about a text that is found again in it, so that all events are of one form."""
+        # The text is the last that a client's or a deployment's words go into.
+        before, _, after = self._event([self._part(index, Piece(text=MARK))], None).rpartition(_encode(MARK))
+        self._frames[index] = before, after
+        return before, after
+
+    def closing(self, counts: Counts) -> bytes:
         """What a stream ends with."""
-        return (self._event([], None, counts) if self._wanted.usage_at_end else b"") + DONE
+        return (self._event([], None, counts()) if self._wanted.usage_at_end else b"") + DONE
 
     def whole(self, pieces: Sequence[Piece], counts: Usage) -> bytes:
         """Everything in one body."""
@@ -98,11 +118,11 @@ class Shape:
     def _chunk(self, choices: list[Any], usage: Usage | None | UnsetType) -> Any:
         raise NotImplementedError
 
-    def _event(self, choices: list[Any], counts: Usage | None, last: Usage | None = None) -> bytes:
+    def _event(self, choices: list[Any], counts: Counts | None, last: Usage | None = None) -> bytes:
         usage: Usage | None | UnsetType = UNSET
         if self._wanted.usage_at_end or self._wanted.usage_always:
-            usage = last or (counts if self._wanted.usage_always else None)
-        return event(msgspec.json.encode(self._chunk(choices, usage)))
+            usage = last or (counts() if self._wanted.usage_always and counts is not None else None)
+        return event(_encode(self._chunk(choices, usage)))
 
     def _token_ids(self, piece: Piece) -> list[int] | UnsetType:
         return piece.tokens if self._wanted.token_ids else UNSET
@@ -157,7 +177,7 @@ class CompletionShape(Shape):
 
 
 class ChatShape(Shape):
-    def opening(self, num_choices: int, counts: Usage) -> bytes:
+    def opening(self, num_choices: int, counts: Counts) -> bytes:
         delta = MessageDelta(role="assistant", content="")
         return self._event([ChatChunkChoice(i, delta, None, None) for i in range(num_choices)], counts)
 

@@ -1,4 +1,4 @@
-"""Two measures that are taken at every token, and so must cost next to nothing: one thread takes them, without a lock;
+"""Measures that are taken at every token, and so must cost next to nothing: one thread takes them, without a lock;
 another may collect them, and then sees a moment of which a part may be a measure ahead."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -35,6 +35,21 @@ class Distribution(Collector):
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
+
+
+class Total(Collector):
+    """A counter without labels and locks."""
+
+    def __init__(self, name: str, help_text: str) -> None:
+        self._name = name
+        self._help = help_text
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        self._count += count
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self._name, self._help, value=self._count)
 
 
 class Rate(Collector):

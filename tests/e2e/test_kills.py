@@ -247,3 +247,30 @@ def test_an_engine_without_a_usable_tokenizer(engine: Path, tmp_path: Path) -> N
     (copy / "tokenizer" / "tokenizer.json").write_text("{}")
     (tmp_path / "t").mkdir()
     check_refused("supervised", copy, tmp_path / "t", [], "tokenizer.json: ")
+
+
+@pytest.mark.nightly
+def test_a_killed_frontend_of_a_supervised_run_is_started_again(start: Start) -> None:
+    server = start("supervised", "--frontends", "2").wait_until_ready()
+    readers = stream(server, 8)
+    server.find("frontend").kill()
+    wait_until(lambda: "frontend 0 is started again" in server.log, 20, "another frontend")
+    for reader in readers:
+        reader.join(120)
+    # Which stream went where is the kernel's choice.
+    assert all(reader.done == (len(reader.tokens) == 3000) and reader.error is None for reader in readers)
+    server.wait_until_ready()
+    assert server.ask("POST", "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4}).status == 200
+    server.process.terminate()
+    wait_for_end(server, 2 * END_S)
+    assert server.process.wait() == 0, server.log
+
+
+@pytest.mark.nightly
+def test_a_frontend_that_stands_ends_a_run_under_mpirun(start: Start) -> None:
+    server = start("mpirun", "--frontends", "2").wait_until_ready()
+    server.find("frontend").suspend()
+    wait_for_end(server, 3 * END_S)
+    assert server.process.wait() == 72
+    silent = r"frontend 0 has given no sign of life for 10 s; it is killed\s+rank 0: frontend 0 was ended by SIGKILL"
+    assert re.search(silent, server.log), server.log

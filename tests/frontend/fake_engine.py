@@ -135,7 +135,8 @@ class FakeEngine(threading.Thread):
                 self.layout = self.layout if message.layout == "auto" else message.layout
                 self.mode = "pinned" if message.pin else "auto"
             link.send(client, LayoutReply(self._ready.incarnation, message.token, self.layout_error))
-            link.send(client, self._frames([]))
+            for each in self._clients:
+                link.send(each, self._frames([]))
         elif isinstance(message, Explain):
             if not self.silent_to_explain:
                 report: dict[str, object] = {"chosen": self.layout, "compared": [{"layout": "dp", "gain": 0.5}]}
