@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,53 +12,102 @@ from splash_trt.config import Layout
 
 KEPT = 512  # of the latest lengths
 PRIOR_WEIGHT = 4.0  # lengths that the rule of thumb counts as
+ENOUGH = 4  # lengths with like prompts, to go by them alone
 
 
-class Lengths:
-    """Output lengths of requests that ended by themselves."""
+class _Ended:
+    """Lengths of some requests that ended by themselves."""
 
-    def __init__(self, first_guess: float = 128.0) -> None:
+    def __init__(self) -> None:
         self._ended: deque[int] = deque(maxlen=KEPT)
-        self._first_guess = first_guess
         self._sorted = np.zeros(0)
         self._tail = np.zeros(1)  # [i]: sum of the sorted lengths from i on
         self._stale = False
 
-    def ended(self, num_tokens: int) -> None:
-        """A request ended after so many tokens of output."""
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, num_tokens: int) -> None:
         self._ended.append(num_tokens)
         self._stale = True
 
-    def left(self, generated: np.ndarray) -> np.ndarray:
-        """[R] expected tokens still to come of requests that have `generated` [R] so far, whatever their limits.
-
-        The mean residual life: of the ended ones that were longer, how much longer they were. Where few were, what
-        counts is the rule for heavy tails that a request which lasted long will last about as long again (the mean
-        residual life of a Pareto distribution with exponent 2 is what has passed).
-        """
+    def left(self, generated: np.ndarray, first_guess: float) -> np.ndarray:
         if self._stale:
             self._sorted = np.sort(np.array(self._ended, np.float64))
             self._tail = np.append(np.cumsum(self._sorted[::-1])[::-1], 0.0)
             self._stale = False
         first = np.searchsorted(self._sorted, generated, side="right")
         longer = len(self._sorted) - first
-        thumb = np.maximum(generated, self._first_guess)
+        thumb = np.maximum(generated, first_guess)
         return (self._tail[first] - longer * generated + PRIOR_WEIGHT * thumb) / (longer + PRIOR_WEIGHT)
 
-    def mean(self) -> float:
-        """Expected output of a request that has not begun."""
-        return float(self.left(np.zeros(1))[0])
+
+class Lengths:
+    """Output lengths of requests that ended by themselves, those with prompts of about the same length apart: documents
+    get other answers than questions."""
+
+    def __init__(self, first_guess: float = 128.0) -> None:
+        self._first_guess = first_guess
+        self._all = _Ended()
+        self._like: dict[int, _Ended] = {}
+
+    def ended(self, num_tokens: int, prompt_tokens: int) -> None:
+        """A request with such a prompt ended after so many tokens of output."""
+        self._all.add(num_tokens)
+        self._like.setdefault(_size(prompt_tokens), _Ended()).add(num_tokens)
+
+    def left(self, generated: np.ndarray, prompt: np.ndarray | None = None) -> np.ndarray:
+        """[R] expected tokens still to come of requests with prompts of `prompt` [R] tokens (None: of any) that have
+        `generated` [R] so far, whatever their limits.
+
+        The mean residual life: of the ended ones that were longer, how much longer they were. Where few were, what
+        counts is the rule for heavy tails that a request which lasted long will last about as long again (the mean
+        residual life of a Pareto distribution with exponent 2 is what has passed).
+        """
+        out = self._all.left(generated, self._first_guess)
+        if prompt is not None and len(self._like) > 1:
+            sizes = np.log2(np.maximum(prompt, 1)).astype(np.int64) // 2
+            for size, ended in self._like.items():
+                alike = sizes == size
+                if len(ended) >= ENOUGH and alike.any():
+                    out[alike] = ended.left(generated[alike], self._first_guess)
+        return out
+
+    def mean(self, prompt: np.ndarray) -> float:
+        """Expected output of a request that has not begun, with one of the prompts of `prompt` [P] tokens; if there are
+        none, with any."""
+        found = self.left(np.zeros(len(prompt)), prompt) if len(prompt) else self.left(np.zeros(1))
+        return float(found.mean())
+
+
+def _size(prompt_tokens: int) -> int:
+    return int(np.log2(max(prompt_tokens, 1))) // 2
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """What comes, if it goes on as it has of late."""
+
+    per_s: float
+    """Requests."""
+    tokens_s: float
+    """Of their prompts."""
+    prompt: float
+    """Tokens of the prompt that one of these tokens belongs to."""
+    most_tokens: float
+    """As many as have come: what has lasted some time is not taken to last for longer than that again."""
 
 
 class Arrivals:
     """Requests that came in the last SECONDS, without the BURSTS fullest of these: what comes all at once says nothing
-    of what will follow."""
+    of what will follow. The longer nothing comes, by the usual gap, the less is expected to."""
 
     SECONDS = 30
     BURSTS = 2
+    ENDS = 0.15  # odds that a source ends rather than pauses for its usual gap
 
     def __init__(self) -> None:
-        self._seconds: deque[list[int]] = deque()  # second; in it: requests, tokens of their prompts, squares of these
+        self._seconds: deque[_Second] = deque()
         self._begin: int | None = None
 
     def add(self, now: float, prompt_tokens: int) -> None:
@@ -65,26 +115,49 @@ class Arrivals:
         second = int(now)
         if self._begin is None:
             self._begin = second
-        if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append([second, 0, 0, 0])
+        if not self._seconds or self._seconds[-1].second != second:
+            self._seconds.append(_Second(second))
         last = self._seconds[-1]
-        last[1] += 1
-        last[2] += prompt_tokens
-        last[3] += prompt_tokens**2
+        last.count += 1
+        last.tokens += prompt_tokens
+        last.squares += prompt_tokens**2
+        last.longest = max(last.longest, prompt_tokens)
         self._forget(second)
 
-    def rates(self, now: float) -> tuple[float, float, float]:
-        """(requests per second, prompt tokens per second, tokens of the prompt that a prompt token belongs to)."""
+    def rates(self, now: float) -> Arriving:
+        """At `now`, on the clock of `add`."""
         self._forget(int(now))
-        kept = sorted(self._seconds, key=lambda s: (-s[1], s[2]))[self.BURSTS :]
-        count, tokens, squares = (sum(s[field] for s in kept) for field in (1, 2, 3))
+        kept = sorted(self._seconds, key=lambda s: (-s.count, s.tokens))[self.BURSTS :]
+        tokens, squares = sum(s.tokens for s in kept), sum(s.squares for s in kept)
+        if not tokens:
+            return Arriving(0.0, 0.0, 0.0, 0.0)
         # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
         span = max(min(now - (self._begin or 0), self.SECONDS) - self.BURSTS, self.SECONDS / 3)
-        return count / span, tokens / span, squares / tokens if tokens else 0.0
+        prompt = squares / tokens
+        alive = self._alive(kept, now, span)
+        long_alive = self._alive([s for s in kept if s.longest >= prompt / 2], now, span)
+        count = sum(s.count for s in kept)
+        return Arriving(alive * count / span, long_alive * tokens / span, prompt, long_alive * tokens)
+
+    def _alive(self, seconds: list[_Second], now: float, span: float) -> float:
+        """The chance that those who came in `seconds` will come again: Bayes, for a source that comes by chance and
+        either goes on or has ended since."""
+        silent = max(now - max(s.second for s in seconds) - 1.0, 0.0)
+        gap = span / len(seconds)
+        return 1 / (1 + self.ENDS * math.exp(min(silent / gap, 50.0)))
 
     def _forget(self, second: int) -> None:
-        while self._seconds and self._seconds[0][0] <= second - self.SECONDS:
+        while self._seconds and self._seconds[0].second <= second - self.SECONDS:
             self._seconds.popleft()
+
+
+@dataclass
+class _Second:
+    second: int
+    count: int = 0
+    tokens: int = 0
+    squares: int = 0
+    longest: int = 0
 
 
 class Past:

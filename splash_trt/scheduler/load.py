@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splash_trt.config import Layout
+from splash_trt.scheduler.forecast import Arriving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,7 @@ class Load:
     """[W] tokens that each waiting request has to compute before its first new one."""
     waiting_left: float
     """Expected output of one of them."""
-    arrivals_s: float
-    """Requests per second of late."""
-    arriving_tokens_s: float
-    """Tokens of their prompts per second."""
-    arriving_prompt: float
-    """Length of the prompt that one of these tokens belongs to, on average."""
+    arriving: Arriving
     held_pages: np.ndarray
     """[N] pages that ranks hold, those that are leaving not counted."""
     budget_bytes: int

@@ -81,14 +81,16 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
     if load.running:
         life = float(load.left.mean())
         prompt = float((context - load.generated).mean())
-        newcomers = load.arrivals_s * load.waiting_left * step_s
+        arriving, to_come = load.arriving, load.arriving.most_tokens
+        newcomers = arriving.per_s * load.waiting_left * step_s
         going = [min(float(np.exp(-x * life / np.maximum(load.left, 1.0)).sum()) + newcomers, 1.0) for x in LIVES[:-1]]
         ends = -np.diff([*going, 0.0])
         for begin, end, ending in zip(LIVES[:-1], LIVES[1:], ends.tolist(), strict=True):
             steps, middle = (end - begin) * life, (begin + end) / 2 * life
             alive = np.exp(-middle / np.maximum(load.left, 1.0))
             expected = float(alive.sum())
-            arriving = load.arriving_tokens_s * step_s * steps
+            tokens = min(arriving.tokens_s * step_s * steps, to_come)
+            to_come -= tokens
             found.append(
                 Phase(
                     alive=alive / min(expected, 1.0),
@@ -96,8 +98,8 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                     joining=newcomers,
                     joining_context=prompt + load.waiting_left / 2,
                     tokens=steps * (max(expected, 1.0) + newcomers),
-                    prefill_tokens=arriving,
-                    prompt=load.arriving_prompt,
+                    prefill_tokens=tokens,
+                    prompt=arriving.prompt,
                     owners=1.0,
                     presence=min(expected + newcomers, 1.0),
                     ends=ending,

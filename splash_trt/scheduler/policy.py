@@ -216,7 +216,7 @@ class CostPolicy:
                 "held_tokens": int(load.held.sum()),
                 "prompt_tokens_to_compute": int(load.prefill.sum()) + load.waiting_tokens,
                 "expected_output_tokens_left": round(float(load.left.sum()), 1),
-                "arrivals_per_s": round(load.arrivals_s, 3),
+                "arrivals_per_s": round(load.arriving.per_s, 3),
                 "step_s": self._step_s,
             },
             "doubt": self._doubt.factor,

@@ -172,7 +172,7 @@ class Scheduler:
         total, prompt = s.total[live], s.prompt[live]
         generated = np.maximum(total - prompt, 0)
         limit_left = s.limit[live] - total
-        arrivals_s, tokens_s, prompt_tokens = self.outlook.arrivals.rates(now)
+        waiting = self._queue.tokens()
         return Load(
             now=now,
             layout=self.layout,
@@ -180,15 +180,13 @@ class Scheduler:
             held=s.computed[live],
             prefill=np.maximum(s.admitted[live] - s.computed[live], 0),
             generated=generated,
-            left=np.minimum(self.outlook.lengths.left(generated), limit_left),
+            left=np.minimum(self.outlook.lengths.left(generated, prompt), limit_left),
             limit_left=limit_left,
             home=s.home[live].astype(np.int64),
             slots=live,
-            waiting_prompts=self._queue.tokens(),
-            waiting_left=self.outlook.lengths.mean(),
-            arrivals_s=arrivals_s,
-            arriving_tokens_s=tokens_s,
-            arriving_prompt=prompt_tokens,
+            waiting_prompts=waiting,
+            waiting_left=self.outlook.lengths.mean(waiting),
+            arriving=self.outlook.arrivals.rates(now),
             held_pages=self.directory.live_pages(),
             budget_bytes=self._config.migration_bytes,
         )
@@ -317,7 +315,8 @@ class Scheduler:
     def _ended(self, sequence: Sequence, reason: FinishReason) -> str | None:
         """A request ended by itself; returns the error to tell."""
         if reason is not FinishReason.ERROR:
-            self.outlook.lengths.ended(len(sequence.tokens) - len(sequence.request.prompt))
+            prompt = len(sequence.request.prompt)
+            self.outlook.lengths.ended(len(sequence.tokens) - prompt, prompt)
         self._end(sequence, reason)
         if reason is FinishReason.LENGTH and sequence.capped:
             return f"the cache holds at most {self._request_tokens} tokens of one request"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splash_trt.scheduler.forecast import PRIOR_WEIGHT, Arrivals, Lengths
+from splash_trt.scheduler.forecast import PRIOR_WEIGHT, Arrivals, Arriving, Lengths
 
 
 def told(*ended: int) -> Lengths:
     lengths = Lengths(first_guess=100)
     for length in ended:
-        lengths.ended(length)
+        lengths.ended(length, 100)
     return lengths
 
 
@@ -39,27 +39,52 @@ def test_exponential_lengths_are_memoryless() -> None:
 
 def test_the_latest_lengths_count() -> None:
     lengths = told(*[1000] * 600, *[10] * 600)
-    assert lengths.mean() < 12
+    assert lengths.mean(np.array([100])) < 12
+
+
+def test_documents_get_other_answers_than_questions() -> None:
+    lengths = Lengths(first_guess=100)
+    for _ in range(50):
+        lengths.ended(1000, 200)
+        lengths.ended(30, 40_000)
+    left = lengths.left(np.array([0, 0, 0]), np.array([180, 50_000, 5]))
+    assert left[0] > 900 and left[1] < 40
+    assert left[2] == pytest.approx(lengths.left(np.zeros(1))[0]), "of none like it: as of all"
+    assert lengths.mean(np.array([40_000])) < 40 < lengths.mean(np.zeros(0, np.int64))
 
 
 def test_arrivals() -> None:
     arrivals = Arrivals()
-    assert arrivals.rates(5.0) == (0, 0, 0)
+    assert arrivals.rates(5.0) == Arriving(0, 0, 0, 0)
     for i in range(400):
         arrivals.add(i / 4, 100)
-    per_s, tokens_s, prompt = arrivals.rates(99.9)
-    assert per_s == pytest.approx(4, rel=0.1) and tokens_s == pytest.approx(400, rel=0.1) and prompt == 100
-    assert arrivals.rates(500.0) == (0, 0, 0)
+    found = arrivals.rates(99.9)
+    usual = 1 / 1.15
+    assert found.per_s == pytest.approx(4 * usual, rel=0.1) and found.tokens_s == pytest.approx(400 * usual, rel=0.1)
+    assert found.prompt == 100 and found.most_tokens == pytest.approx(30 * 400 * usual, rel=0.1)
+    assert arrivals.rates(500.0).per_s == 0
+
+
+def test_silence_ends_what_used_to_come() -> None:
+    arrivals = Arrivals()
+    for i in range(40):
+        arrivals.add(i / 2, 30_000 if i % 4 == 0 else 300)
+    before, after = arrivals.rates(20.0), arrivals.rates(29.0)
+    assert after.per_s < before.per_s / 50
+    for i in range(40, 60):
+        arrivals.add(i / 2, 300)
+    now = arrivals.rates(30.0)
+    assert now.per_s > before.per_s / 2, "short ones still come"
+    assert now.tokens_s < before.tokens_s / 2, "the long ones do not"
 
 
 def test_a_burst_is_no_rate() -> None:
     arrivals = Arrivals()
     for i in range(1000):
         arrivals.add(100.99 + i / 10_000, 500)
-    assert arrivals.rates(102.0) == (0, 0, 0)
+    assert arrivals.rates(102.0) == Arriving(0, 0, 0, 0)
     for i in range(20):
         arrivals.add(103.0 + i, 30_000 if i % 10 == 0 else 300)
-    per_s, tokens_s, prompt = arrivals.rates(125.0)
-    assert per_s == pytest.approx(20 / 23, rel=0.2)
-    assert prompt > 25_000, "a token's prompt, not a request's"
-    assert tokens_s == pytest.approx((2 * 30_000 + 18 * 300) / 23, rel=0.2)
+    found = arrivals.rates(123.0)
+    assert found.per_s == pytest.approx(20 / 21 / 1.15, rel=0.2)
+    assert found.prompt > 25_000, "a token's prompt, not a request's"
