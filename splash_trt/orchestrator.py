@@ -136,7 +136,7 @@ class Orchestrator:
             "layout": switcher.layout.name.lower(),
             "switch": switcher.state.value,
             "why": record.why if record is not None else None,
-            "policy": self._policy.explain() if self._policy is not None else None,
+            "policy": None if self._policy is None else self._policy.explain(self._clock()),
         }
 
     def step(self) -> list[TokenDelta]:

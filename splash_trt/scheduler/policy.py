@@ -58,7 +58,7 @@ class Policy(Protocol):
 
     def expected_s(self, plan: Plan) -> float: ...
 
-    def explain(self) -> dict[str, object]: ...
+    def explain(self, now: float) -> dict[str, object]: ...
 
 
 class Doubt:
@@ -201,8 +201,8 @@ class CostPolicy:
             return f"{name} looks better, to be looked at again"
         return None
 
-    def explain(self) -> dict[str, object]:
-        """What the last look saw, for people to read."""
+    def explain(self, now: float) -> dict[str, object]:
+        """What the last look saw, for people to read. Nobody looks while the server is idle or a layout is pinned."""
         objective = {"goal": self._objective.goal.value, "p99_step_s": self._objective.p99_step_s}
         if self._last is None:
             return {"objective": objective, "verdict": "idle: nothing to compare", "candidates": []}
@@ -210,6 +210,7 @@ class CostPolicy:
         return {
             "objective": objective,
             "layout": load.layout.name.lower(),
+            "seconds_ago": round(now - load.now, 3),
             "load": {
                 "running": load.running,
                 "waiting": load.waiting,

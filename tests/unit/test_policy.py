@@ -123,7 +123,7 @@ class TestWhereLoadsLead:
         chosen = policy()
         crowd = load(running=900, context=ROOM[Layout.TP] // 905)
         assert chosen.decide(crowd) is not None
-        explained = {entry["layout"]: entry for entry in chosen.explain()["candidates"]}  # type: ignore[attr-defined]
+        explained = {entry["layout"]: entry for entry in chosen.explain(0.0)["candidates"]}  # type: ignore[attr-defined]
         assert explained["dp"]["switch"]["route"] == ["dop", "dp"]
 
     def test_drifted_owners_are_evened_out(self) -> None:
@@ -171,7 +171,7 @@ class TestPatience:
     def test_an_idle_server_stays(self) -> None:
         chosen = policy()
         assert chosen.decide(load(running=0)) is None
-        assert chosen.explain()["candidates"] == []
+        assert chosen.explain(0.0)["candidates"] == []
 
     def test_no_look_before_it_is_time(self) -> None:
         chosen = policy()
@@ -187,7 +187,7 @@ class TestPatience:
         chosen = policy()
         assert chosen.decide(load(running=800, context=1000, now=10.0)) is not None
         assert chosen.decide(load(Layout.DP, running=1, now=10.1)) is None
-        assert "kept" in str(chosen.explain()["verdict"])
+        assert "kept" in str(chosen.explain(0.0)["verdict"])
 
     def test_loads_that_turn_after_each_change_are_followed_less_and_less(self) -> None:
         chosen, layout, now, changes = policy(), Layout.TP, 0.0, []
@@ -201,7 +201,7 @@ class TestPatience:
                 changes.append(now)
         first, last = np.diff(changes)[:3].mean(), np.diff(changes)[-3:].mean()
         assert last > 1.5 * first
-        assert chosen.explain()["doubt"] == MAX_DOUBT
+        assert chosen.explain(0.0)["doubt"] == MAX_DOUBT
 
     def test_the_same_looks_give_the_same_answers(self) -> None:
         def answers() -> list[Decision | None]:
@@ -218,7 +218,7 @@ class TestPatience:
     def test_explanations_are_plain_values(self) -> None:
         chosen = policy()
         decision = chosen.decide(load(running=800, context=1000))
-        explained = json.loads(json.dumps(chosen.explain()))
+        explained = json.loads(json.dumps(chosen.explain(0.0)))
         assert explained["load"]["running"] == 800 and len(explained["candidates"]) == 4
         assert decision is not None and "800 running" in decision.why and "saves" in decision.why
 
