@@ -142,7 +142,7 @@ class Frontends:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         for number in range(count):
-            self._start(number)
+            self._start(number, again=False)
         self._thread = threading.Thread(target=self._watch, name="frontends", daemon=True)
         self._thread.start()
 
@@ -183,7 +183,7 @@ class Frontends:
         for opened in [*(opened for group in self._sockets for opened in group), self._wake, self._woken]:
             opened.close()
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, again: bool) -> None:
         sockets = self._sockets[number]
         member = Member(
             number=number,
@@ -192,6 +192,7 @@ class Frontends:
             folder=str(self._folder),
             run=self._run,
             began_s=self._began_s,
+            again=again,
         )
         child = self._children[number] = _Child(_command(self._options, member), sockets)
         self._selector.register(child.lifeline, selectors.EVENT_READ, number)
@@ -212,7 +213,7 @@ class Frontends:
             for number in [number for number, at in self._due.items() if at <= now]:
                 del self._due[number]
                 last_words(f"{self._name(number)} is started again")
-                self._start(number)
+                self._start(number, again=True)
             if now >= next_beat:
                 next_beat = now + self._beat_s
                 self._beat()

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for a Unix socket
 LAST_FRAMES_S = 0.05  # what the engine said last is still being read when its end is noticed
 LINGER_MS = 500
+RECONNECT_MS = 20  # several frontends are to find an engine that begins at about the same time
 MAX_TAKING_S = 0.002  # until what came is passed on: an engine ahead of us is caught up with, in longer pieces
 MAX_FLUSHES = 64  # in a row; then whoever else waits for the event loop has a turn
 
@@ -117,6 +118,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the number of requests, which the server bounds
         self._socket.setsockopt(zmq.RCVHWM, 0)  # a frame that is dropped would be tokens that a client never sees
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(self._address)
         self.tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]

@@ -46,6 +46,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 LAST_WORDS_S = 1.0  # for handlers to tell their clients how it ended
 LIFELINE_GRACE_S = 0.8
+ENGINE_FOUND_S = 2.0
 ENDING = b"e"  # to who holds the lifeline: a signal asks for the end
 
 
@@ -111,7 +112,7 @@ async def run(options: Options) -> int:
     beside: list[asyncio.Task[None]] = []
     servers: list[asyncio.Server] = []
     try:
-        servers += await _listen(runner, options)
+        servers += await _listen(runner, options, engine)
         if clients is not None:
             clients.start()
         beside.append(asyncio.create_task(_announce(engine, servers, options)))
@@ -162,9 +163,12 @@ def load_defaults(options: Options) -> Defaults:
     return Defaults.load(Path(options.tokenizer) / "generation_config.json")
 
 
-async def _listen(runner: web.AppRunner, options: Options) -> list[asyncio.Server]:
+async def _listen(runner: web.AppRunner, options: Options, engine: EngineClient) -> list[asyncio.Server]:
     member = options.member
     if member is not None:
+        if member.again:  # who has come already is better off waiting than refused
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(engine.found.wait(), ENGINE_FOUND_S)
         servers = [await listen(runner, opened=socket.socket(fileno=number)) for number in member.sockets]
     else:
         try:

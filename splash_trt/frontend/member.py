@@ -18,6 +18,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """The same for all of them, and another one for each run."""
     began_s: float
     """When the run began, by the monotonic clock."""
+    again: bool
+    """It takes another's place, whose clients wait."""
 
     @property
     def name(self) -> str:

@@ -252,6 +252,7 @@ def test_an_engine_without_a_usable_tokenizer(engine: Path, tmp_path: Path) -> N
 @pytest.mark.nightly
 def test_a_killed_frontend_of_a_supervised_run_is_started_again(start: Start) -> None:
     server = start("supervised", "--frontends", "2").wait_until_ready()
+    wait_until(lambda: all(server.ask("GET", "/readyz").status == 200 for _ in range(20)), 20, "both ready")
     readers = stream(server, 8)
     server.find("frontend").kill()
     wait_until(lambda: "frontend 0 is started again" in server.log, 20, "another frontend")
