@@ -33,6 +33,9 @@ MAX_RUNNING = 2048
 MIGRATION_BYTES = 128 << 20
 """In a step of 10 ms: 13 GB/s, which cost a memory-bound step on an H200 below 1 % when it was measured."""
 PHASES = (3, 6)  # from, and below
+CROWD_TOKENS = 1_500_000
+"""Half of what the largest crowds want: more than TP's cache holds, less than DP's. Crowds beyond DP's cache would take
+hours to simulate; `published` and `regimes` have what the cache decides."""
 OPEN_EVERY = 5  # of the random traces one in so many has open arrivals
 
 
@@ -127,19 +130,19 @@ def load_of(kind: str, number: int, size: float) -> Trace | Adversary:
     if kind == "adversary":
         return adversary(number, size)
     if kind == "random":
-        return where.fitting(random_load(number, where.room()["dp"], size))
+        return where.fitting(random_load(number, size))
     made = make(KINDS[kind], seed=1)
     assert isinstance(made, Trace)
     return where.fitting(made)
 
 
-def random_load(seed: int, room_tokens: int, size: float = 1.0) -> Trace:
+def random_load(seed: int, size: float = 1.0) -> Trace:
     """Of `splash-trt simulate --trace random` with so many phases that it lasts minutes; every OPEN_EVERY-th has open
     arrivals. size: of all counts."""
     rng = np.random.default_rng(seed)
     if is_open(seed):
         return open_arrivals(rng, size)
-    return random_trace(rng, phases=int(rng.integers(*PHASES)), size=size, room_tokens=room_tokens)
+    return random_trace(rng, phases=int(rng.integers(*PHASES)), size=size, room_tokens=CROWD_TOKENS)
 
 
 def is_open(seed: int) -> bool:
