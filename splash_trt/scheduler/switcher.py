@@ -51,6 +51,7 @@ class Switcher:
         self._deadline = 0.0
         self._hold_until = 0.0
         self._retargeted = False
+        self._target_pages = np.zeros(config.num_ranks, np.int64)  # [N], by owner or home, while a switch is under way
         self.budget_bytes = self._budget.bytes_per_step
         """What each rank may send, and may receive, for a switch in the plan made last; new rows come on top."""
         self._last_work = 0  # the last plan that carries something to acknowledge
@@ -90,8 +91,9 @@ class Switcher:
         """The second placement of a request that is admitted now."""
         if self._goal is None or self.state not in (State.MIGRATING, State.ARMED):
             return None
-        free = self._ledger.directory.free_pages()
-        return follow(placement, SPECS[self._goal.layout].placement, int(np.argmax(free)))
+        # A replica's pages become its owner's, so that free pages would not tell who owns how much.
+        home = int(np.argmin(self._target_pages / np.maximum(self._ledger.directory.limits(), 1)))
+        return follow(placement, SPECS[self._goal.layout].placement, home)
 
     # What others tell
 
@@ -143,6 +145,7 @@ class Switcher:
         """A request was admitted, with a second placement if target_for gave it one."""
         if self.state in (State.MIGRATING, State.ARMED):
             self._movement.arm(slot)
+            self._count_target(slot)
         else:
             self._movement.disarm(slot)
 
@@ -252,6 +255,7 @@ class Switcher:
             for slot, target in targets:
                 self._ledger.retarget(slot, target)
                 self._movement.arm(slot)
+                self._count_target(slot)
                 self._last_work = step  # ranks have to know the target tables before they are switched to
             self._retargeted = True
         pages = max(1, self.budget_bytes // self._sizes.page_bytes)
@@ -315,7 +319,13 @@ class Switcher:
         self._record.ended = True
         self._record = None
 
+    def _count_target(self, slot: int) -> None:
+        entry = self._ledger.entry(slot)
+        assert entry.target is not None
+        self._target_pages[entry.target.home] += max(entry.num_pages, 1)
+
     def _forget(self) -> None:
+        self._target_pages[:] = 0
         self._goal = None
         self._retargeted = False
         self._movement.forget()

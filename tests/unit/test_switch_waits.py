@@ -112,3 +112,17 @@ def test_an_idle_server_switches_without_a_request() -> None:
     c.add(r)
     c.run()
     assert c.outputs.tokens["r"] == expected_tokens(r)
+
+
+@pytest.mark.parametrize("after", [Layout.DP, Layout.CP])
+def test_a_burst_during_a_switch_is_spread_over_the_owners_to_be(after: Layout) -> None:
+    """Replicas share their pages with the owned copies: free pages do not tell who will own how much."""
+    c, _ = running(Layout.TP, 1, max_running=16)
+    c.scheduler.switch(after, "test")
+    c.run_until(lambda: c.switcher.state in (State.MIGRATING, State.ARMED))
+    c.add(*(request(f"late{i}", 4, 40) for i in range(9)))
+    c.settle()
+    assert c.scheduler.layout is after
+    by_rank = c.scheduler.running_by_rank
+    assert by_rank.sum() == 14 and by_rank.max() - by_rank.min() <= 3, by_rank
+    c.run()
