@@ -59,6 +59,7 @@ LAYERS = {
     "splash_trt.top": 6,
     "splash_trt.llm": 6,
     "splash_trt.cli": 6,
+    "splash_trt.commands": 6,
     "splash_trt.options": 6,
     "splash_trt.calibrate": 6,
     "splash_trt.capacity": 6,
@@ -96,8 +97,9 @@ LOCAL_IMPORTS = {
     ("", "tensorrt_rtx"): "an extra: probed when it is asked for",
     ("", "tensorrt_llm"): "an extra: probed when it is asked for",
     ("", "matplotlib"): "an extra: only plots need it",
+    ("splash_trt.commands", ""): "a command's help and completion need not wait for what runs it, such as torch",
     ("splash_trt.top.command", "splash_trt.top.screen"): "it loads rich, which other commands need not wait for",
-    ("splash_trt.frontend", "splash_trt.observe.otel"): "an extra: it imports OpenTelemetry, and is for who asks for it",
+    ("splash_trt.frontend", "splash_trt.observe.otel"): "an extra: OpenTelemetry is for who asks for it",
 }
 
 ENVIRONMENT_MODULE = "splash_trt.environment"

@@ -185,6 +185,15 @@ def check_frontend(options: ServeOptions) -> None:
     check_port(http.host, http.port)
 
 
+def check_before_ranks(options: ServeOptions) -> None:
+    """ValueError or OSError for everything that can be known before there are ranks."""
+    options.check()
+    model, _ = open_model(options)
+    engine_config(options, model)
+    if environment.mpi_rank() == 0:
+        check_frontend(options)
+
+
 def tokenizer_folder(options: ServeOptions) -> Path | None:
     """Holds tokenizer.json; None: there is none."""
     return open_engine(options.folder).tokenizer_dir if options.engine is not None else None

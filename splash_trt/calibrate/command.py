@@ -11,7 +11,6 @@ import click
 from splash_engines.open import Engine, open_engine
 from splash_trt import environment
 from splash_trt.calibrate.run import Calibration, calibrate, report
-from splash_trt.config import DTYPES
 from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.launch import mpirun_command, run_under_mpi
 from splash_trt.options import or_fail
@@ -20,16 +19,8 @@ from splash_trt.scheduler.devices import calibration_file, save_device
 STEP_DEADLINE_S = 300.0
 
 
-@click.command("calibrate")
-@click.option("--engine", "folder", type=click.Path(path_type=Path), required=True, help="Engine folder.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
-@click.option("--out", type=click.Path(path_type=Path), help="Default: device-RANKS.json in the engine's folder.")
-@click.option("--minutes", type=click.FloatRange(min=0.05), default=3.0, show_default=True, help="Time to measure for.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
-def calibrate_command(
-    folder: Path, ranks: int | None, out: Path | None, minutes: float, dtype: str | None
-) -> None:
-    """Measure steps under every layout, and fit the description of this machine that the scheduler reckons with."""
+def calibrate_engine(folder: Path, ranks: int | None, out: Path | None, minutes: float, dtype: str | None) -> None:
+    """The command (splash_trt/commands/calibrate.py), by its options."""
     engine = or_fail(lambda: open_engine(folder))
     ranks = ranks or environment.mpi_size()
     path = out or calibration_file(folder, ranks)

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from splash_trt import environment
-from splash_trt.cli import commands
+from splash_trt.commands.serve import serve_command
 from splash_trt.frontend.options import take_settings
 from splash_trt.serve import ServeOptions
 from tests.e2e.doc_pages import PAGES, ROOT, Block, blocks
@@ -181,7 +181,7 @@ def test_servers_could_start(block: Block, engine: Path, tmp_path: Path, monkeyp
     monkeypatch.chdir(scratch(tmp_path, engine, with_engine=True))
     words = shlex.split(block.text, comments=True)
     arguments = words[words.index("splash-trt") + 2 :]
-    fields = commands.commands["serve"].make_context("serve", arguments).params
+    fields = serve_command.make_context("serve", arguments).params
     http = take_settings(fields)
     options = ServeOptions(**{**fields, "ranks": fields["ranks"] or 1, "http": http})
     options.check()

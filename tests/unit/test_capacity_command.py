@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -247,7 +248,7 @@ def test_what_is_wrong_is_said_by_option(written: dict[str, str], arguments: tup
 
 
 def test_it_is_one_of_the_commands() -> None:
-    assert commands.commands["capacity"] is capacity_command
+    assert commands.get_command(click.Context(commands), "capacity") is capacity_command
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

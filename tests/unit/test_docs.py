@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.shell_completion import BashComplete
 
-from splash_trt.cli import commands
+from splash_trt.cli import COMMANDS, commands
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.migration.diff import Sizes
@@ -46,8 +46,11 @@ def options_of(command: click.Command) -> set[str]:
     return {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
 
 
+ALL_COMMANDS = {name: entry.load() for name, entry in COMMANDS.items()}
+
+
 def visible() -> dict[str, click.Command]:
-    return {name: command for name, command in commands.commands.items() if not command.hidden}
+    return {name: command for name, command in ALL_COMMANDS.items() if not command.hidden}
 
 
 def splash_lines(text: str) -> list[str]:
@@ -86,7 +89,7 @@ def test_every_block_of_bash_says_how_it_is_tested(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_that_is_named_exists(page: Path) -> None:
     known = {flag for flags in OTHERS_FLAGS.values() for flag in flags.split()}
-    known |= {flag for command in commands.commands.values() for flag in options_of(command)}
+    known |= {flag for command in ALL_COMMANDS.values() for flag in options_of(command)}
     unknown = set(FLAG.findall(page.read_text(encoding="utf-8"))) - known
     assert not unknown, f"{page.name} names {sorted(unknown)}"
 
@@ -97,7 +100,7 @@ def test_command_lines_have_their_own_commands_flags(page: Path) -> None:
         for line in splash_lines(block.text) if block.language in ("bash", "") else ():
             _, name, *arguments = shlex.split(line.rstrip(" &"), comments=True)
             flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
-            assert flags <= options_of(commands.commands[name]) | {"--help"}, f"{block.place}: {line}"
+            assert flags <= options_of(ALL_COMMANDS[name]) | {"--help"}, f"{block.place}: {line}"
 
 
 def test_every_command_and_flag_is_documented() -> None:

@@ -1,0 +1,39 @@
+"""`splash-trt build` and `splash-trt inspect`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from splash_trt.options import or_fail
+
+
+@click.command("build")
+@click.option("--model", type=click.Path(path_type=Path), required=True, help="Hugging Face folder to build from.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+@click.option("--self-contained", is_flag=True, help="Copy the experts too instead of referring to the checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Replace an engine that is already there.")
+def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool) -> None:
+    """Make an engine: one folder for any number of ranks and every layout."""
+    from splash_engines.build import build_engine
+
+    with click.progressbar(length=1, label=f"Building {out.name}", file=sys.stderr) as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.length = max(1, total)
+            bar.update(done - bar.pos)
+
+        kinds = {"self_contained": self_contained, "overwrite": overwrite}
+        or_fail(lambda: build_engine(model, out, progress=progress, **kinds))
+    click.echo(f"Built {out}")
+
+
+@click.command("inspect")
+@click.argument("engine", type=click.Path(path_type=Path))
+def inspect_command(engine: Path) -> None:
+    """Say what an engine holds."""
+    from splash_engines.open import format_inspection, inspect_engine
+
+    click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))

@@ -1,0 +1,69 @@
+"""`splash-trt serve`, and `serve-rank` for its ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+import msgspec
+
+from splash_trt import environment
+from splash_trt.config import DTYPES
+from splash_trt.frontend.options import http_options, take_settings
+from splash_trt.observe.options import observe_options
+from splash_trt.options import Size, or_fail
+
+OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throughput, p99 per token at most MS)."
+DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's calibration, else this machine."
+
+
+@click.command("serve")
+@click.option("--engine", help="Engine folder, made by `splash-trt build`.")
+@click.option("--model", help="Folder with a config.json, for --dummy-weights.")
+@click.option("--dummy-weights", type=int, metavar="SEED", help="Random weights of the model's sizes; no tokenizer.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
+@click.option(
+    "--layout", type=click.Choice(["auto", "tp", "dp", "cp", "dop"]), default="auto", show_default=True,
+    help="auto follows the load; another is where it starts and stays until an operator switches.",
+)  # fmt: skip
+@click.option("--objective", default="throughput", show_default=True, metavar="GOAL", help=OBJECTIVE_HELP)
+@click.option("--device", metavar="NAME|FILE", help=DEVICE_HELP)
+@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
+@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena: weights, workspaces and cache.")
+@click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
+@click.option("--max-batch-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step.")
+@click.option("--max-running", type=int, default=256, show_default=True, help="Most requests that hold cache.")
+@click.option("--max-context", type=int, help="Longest prompt + output; default: the model's.")
+@click.option("--step-deadline", "step_deadline_s", type=float, default=60.0, show_default=True, metavar="SECONDS",
+              help="A rank that is longer in one step ends the run.")  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
+              help="0: any free one; the log says which.")  # fmt: skip
+@click.option("--name", help="The model's name in the API; default: the folder's.")
+@http_options
+@click.option("--client-endpoint", metavar="ADDRESS",
+              help="Serve Triton's model here: ipc:///path or tcp://127.0.0.1:PORT.")  # fmt: skip
+@observe_options
+def serve_command(ranks: int | None, **fields: Any) -> None:
+    """Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun."""
+    from splash_trt.serve import ServeOptions, check_before_ranks, serve_rank
+    from splash_trt.supervise import supervise
+
+    http = or_fail(lambda: take_settings(fields))
+    options = ServeOptions(ranks=ranks or environment.mpi_size(), http=http, **fields)
+    or_fail(lambda: check_before_ranks(options))
+    if environment.under_mpirun():
+        serve_rank(options)
+    sys.exit(or_fail(lambda: supervise(options)))
+
+
+@click.command("serve-rank", hidden=True)
+@click.argument("settings")
+def rank_command(settings: str) -> None:
+    """One rank of a supervised run; started by `serve` through mpirun."""
+    from splash_trt.serve import serve_rank
+    from splash_trt.supervise import RankSettings
+
+    decoded = msgspec.json.decode(settings, type=RankSettings)
+    serve_rank(decoded.options, decoded.link_address, decoded.lifeline_path)

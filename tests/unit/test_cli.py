@@ -1,0 +1,87 @@
+"""The command line before anything runs: what it lists, and what listing does not load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from splash_trt.cli import COMMANDS, commands
+
+LOOK = """
+import json, sys, tempfile
+from click.shell_completion import BashComplete
+from splash_trt.cli import commands
+
+def invoke(*arguments):
+    try:
+        commands.main(list(arguments), prog_name="splash-trt", standalone_mode=False)
+    except SystemExit:
+        pass
+
+def complete(arguments, incomplete):
+    shell = BashComplete(commands, {}, "splash-trt", "_SPLASH_TRT_COMPLETE")
+    assert shell.get_completions(arguments, incomplete)
+
+%s
+print(json.dumps([name for name in sys.argv[1:] if name in sys.modules]))
+"""
+MODEL = Path(__file__).parents[2] / "models" / "splash-tiny"
+LOAD = "rollouts:prompts=2,samples=1,prompt_tokens=20,output_max=20"
+SIMULATE = f'''
+invoke("simulate", "--model", "{MODEL}", "--device", "h100", "--ranks", "2", "--memory", "64M", "--trace", "{LOAD}",
+       "--layouts", "dp", "--max-batch-tokens", "512", "--max-running", "16")
+'''
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        'invoke("--help")',
+        'invoke("--version")',
+        'complete([], "")',
+        "\n".join(f'complete(["{name}"], "--"); invoke("{name}", "--help")' for name in COMMANDS),
+        f'invoke("capacity", "--model", "{MODEL}", "--memory", "64M", "--ranks", "2")',
+        SIMULATE,
+        'try: invoke("top", "--once", "--url", "http://127.0.0.1:1")\nexcept Exception as error: print(error)',
+        'invoke("triton-repo", "--out", tempfile.mkdtemp(), "--endpoint", "ipc:///not/there")',
+    ],
+    ids=["help", "version", "completed", "options", "capacity", "simulate", "top", "triton-repo"],
+)
+def test_it_loads_no_torch(acts: str) -> None:
+    heavy = ["torch", "transformers", "mpi4py"]
+    done = subprocess.run([sys.executable, "-c", LOOK % acts, *heavy], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_listing_commands_loads_none_of_them() -> None:
+    acts = 'invoke("--help"); complete([], "")'
+    modules = sorted({entry.place.partition(":")[0] for entry in COMMANDS.values()})
+    done = subprocess.run([sys.executable, "-c", LOOK % acts, *modules], capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_said_of_a_command_is_what_it_says(name: str) -> None:
+    entry, command = COMMANDS[name], COMMANDS[name].load()
+    text = " ".join((command.help or "").split())
+    assert text.startswith(entry.help) and entry.help.endswith(".")
+    assert (command.name, command.hidden) == (name, entry.hidden)
+    assert commands.get_command(click.Context(commands), name) is command
+
+
+def test_help_lists_all_but_the_hidden() -> None:
+    text = CliRunner().invoke(commands, ["--help"]).output
+    listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line[2:3].strip()]
+    assert listed == sorted(name for name, entry in COMMANDS.items() if not entry.hidden)
+
+
+def test_an_unknown_command_is_refused() -> None:
+    result = CliRunner().invoke(commands, ["sevre"])
+    assert result.exit_code == 2 and "No such command 'sevre'" in result.output
