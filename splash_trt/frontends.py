@@ -32,6 +32,7 @@ from splash_trt.frontend.options import Options, as_flags
 
 BEAT_S = 2.0
 MAX_MISSED = 5  # beats in a row without an answer: 10 s
+START_S = 120.0  # until it must have begun to answer
 END_S = 8.0
 RESTART_S = 0.5  # after one was killed
 RESTART_FAILED_S = 3.0  # after one ended by itself: if that is because the engine ended, the whole run is about to
@@ -63,10 +64,11 @@ class _Child:
         self.answers = False
         """It has begun to."""
         self.num_missed = 0
+        self._started = time.monotonic()
 
     def beat(self) -> bool:
         """Ask for a sign of life; False if there was none for too long."""
-        self.num_missed += self.answers
+        self.num_missed += self.answers or time.monotonic() > self._started + START_S
         try:
             self.lifeline.send(BEAT)
         except OSError:
