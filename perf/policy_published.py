@@ -22,7 +22,9 @@ from splash_trt.simulate.outcome import AUTO
 CONCURRENCIES = (1, 8, 32, 128, 512, 1024)
 CONTEXT = 4096
 PROMPTS = (8192, 32768, 131072)
+FULL_CONTEXTS = (8192, 32768, 131072)
 DECODE, PROMPT, CACHE = "decode step, ms", "first token, s", "cache, million tokens"
+FULL = "tokens/s of a full cache"
 
 REGIMES_VIEW = harness.View(x="size", y="value", series="layout", panels=("figure", "where"), ratio="over_best")
 LOADS_VIEW = harness.View(x="where", y="output_tokens_per_s", series="layout", panels=("load",), ratio="auto_faster_by")
@@ -46,6 +48,10 @@ def regimes(where: Deployment) -> list[harness.Row]:
     for prompt in PROMPTS:
         times = {layout.name.lower(): grid.seconds(cost, base, layout, 0, 0, prompt) for layout in Layout}
         add(PROMPT, prompt, times, min(times.values()))
+    for context in FULL_CONTEXTS:
+        counts = {layout: room[layout.name.lower()] // context for layout in Layout}
+        rates = {x.name.lower(): n / grid.seconds(cost, base, x, n, context, 0) for x, n in counts.items() if n}
+        add(FULL, context, rates, max(rates.values()))
     millions = {name: tokens / 1e6 for name, tokens in room.items()}
     add(CACHE, 0, millions, millions["dp"])
     return found
@@ -56,13 +62,13 @@ def regimes_summary(rows: Sequence[harness.Row]) -> dict[str, str | float]:
     out: dict[str, str | float] = {}
     for where in dict.fromkeys(str(row["where"]) for row in rows):
         mine = [row for row in rows if row["where"] == where]
-        for figure in (DECODE, PROMPT):
+        for figure in (DECODE, PROMPT, FULL):
             sizes = dict.fromkeys(row["size"] for row in mine if row["figure"] == figure)
             for size in sizes:
                 some = {
                     row["layout"]: row["over_best"] for row in mine if (row["figure"], row["size"]) == (figure, size)
                 }
-                out[f"{where}: {figure.split(',')[0]}, {size}"] = ", ".join(
+                out[f"{where}: {figure}, {size}"] = ", ".join(
                     f"{name} {over}" for name, over in sorted(some.items(), key=lambda item: float(item[1] or 0))
                 )
         room = {row["layout"]: float(row["value"] or 0) for row in mine if row["figure"] == CACHE}
