@@ -314,6 +314,17 @@ class TestMpirunCommand:
             launch.mpirun_command(2, ["x"])
 
 
+@pytest.fixture
+def srun_task(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What all tasks of `srun --mpi=pmix` have of the variables that matter, but for the step and its size."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_", "PMI_", "PMIX_", "SLURM_")):
+            monkeypatch.delenv(name)
+    for name, value in (("PMIX_RANK", "3"), ("PMIX_NAMESPACE", "x"), ("SLURM_PROCID", "3"), ("SLURM_JOB_ID", "7")):
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
 class TestEnvironment:
     def test_children_are_no_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
@@ -329,6 +340,49 @@ class TestEnvironment:
         monkeypatch.delenv("PMI_SIZE", raising=False)
         monkeypatch.setenv("OMPI_MCA_plm", "isolated")
         assert environment.for_mpirun()["OMPI_MCA_plm"] == "isolated"
+
+    @pytest.mark.parametrize("step", ["SLURM_STEP_ID", "SLURM_STEPID"])
+    @pytest.mark.parametrize("tasks", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])
+    def test_a_task_of_srun_is_a_rank(self, srun_task: pytest.MonkeyPatch, step: str, tasks: str) -> None:
+        srun_task.setenv(step, "0")
+        srun_task.setenv(tasks, "4")
+        assert (environment.under_mpirun(), environment.mpi_rank(), environment.mpi_size()) == (True, 3, 4)
+        child = environment.for_child()
+        assert child["SLURM_JOB_ID"] == "7" and step not in child
+        assert not any(name.startswith(("PMIX_", "SLURM_PROCID")) for name in child)
+
+    def test_a_step_may_be_smaller_than_its_job(self, srun_task: pytest.MonkeyPatch) -> None:
+        for name, value in (("SLURM_STEP_ID", "2"), ("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_NTASKS", "16")):
+            srun_task.setenv(name, value)
+        assert environment.mpi_size() == 4
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"PMIX_RANK": None},  # srun --mpi=none
+            {"SLURM_NTASKS": "1"},
+            {"SLURM_STEP_ID": None},  # a shell of salloc's, on the machine that asked for the job
+            {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # a batch script
+            {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # an interactive step
+        ],
+    )
+    def test_others_of_slurm_are_none(self, srun_task: pytest.MonkeyPatch, changes: dict[str, str | None]) -> None:
+        srun_task.setenv("PMIX_RANK", "0")
+        for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", **changes}.items():
+            if value is None:
+                srun_task.delenv(name, raising=False)
+            else:
+                srun_task.setenv(name, value)
+        assert (environment.under_mpirun(), environment.mpi_rank(), environment.mpi_size()) == (False, 0, 1)
+        assert "PMIX_RANK" not in environment.for_mpirun()
+
+    def test_ranks_of_an_mpirun_in_slurm_are_its_own(self, srun_task: pytest.MonkeyPatch) -> None:
+        """Its daemons on other machines are tasks of an srun, and the ranks inherit their variables."""
+        for name, value in (("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "2"), ("PMIX_RANK", "5")):
+            srun_task.setenv(name, value)
+        srun_task.setenv("OMPI_COMM_WORLD_SIZE", "8")
+        srun_task.setenv("OMPI_COMM_WORLD_RANK", "5")
+        assert (environment.mpi_rank(), environment.mpi_size()) == (5, 8)
 
     def test_ranks_keep_their_memory_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)

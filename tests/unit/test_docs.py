@@ -25,6 +25,7 @@ from tests.e2e.doc_pages import KINDS, NO_TEST, PAGES, ROOT, anchors, blocks, li
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OTHERS_FLAGS = {
     "mpirun": "--oversubscribe --bind-to --mca --hostfile --map-by --prefix",
+    "srun": "--mpi --kill-on-bad-exit",
     "sbatch": "--job-name --nodes --ntasks-per-node --cpus-per-task --time --signal",
     "tritonserver": "--http-port --grpc-port --metrics-port --exit-timeout-secs --model-control-mode --load-model",
     "every command": "--help",
