@@ -39,7 +39,7 @@ class Phase:
     prompt: float
     """Tokens of the prompt that one of prefill_tokens belongs to, on average."""
     owners: float
-    """So many owners can have an even share of prefill_tokens: one prompt has one."""
+    """So many owners share prefill_tokens evenly, in effect: one prompt has one."""
     presence: float = 1.0
     """The chance that there is anything to do at all."""
     ends: float = 0.0
@@ -74,7 +74,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                 tokens=load.waiting * load.waiting_left,
                 prefill_tokens=prefill,
                 prompt=float((prompts**2).sum()) / prefill,
-                owners=prefill / float(prompts.max()),
+                owners=_owners(prompts, load.num_ranks),
                 ends=0.0 if load.running else 1.0,
             )
         )
@@ -106,6 +106,16 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                 )
             )
     return found
+
+
+def _owners(prompts: np.ndarray, num_ranks: int) -> float:
+    """So many owners share the tokens of `prompts` [P] evenly, in effect. Prompts above an even share are computed alone,
+    after the others: the short ones' share and the long ones' take turns."""
+    total = float(prompts.sum())
+    long = prompts > total / num_ranks
+    longer = float(prompts[long].sum())
+    busiest = (total - longer) / num_ranks + (longer / min(int(long.sum()), num_ranks) if longer else 0.0)
+    return total / busiest
 
 
 def homes_under(layout: Layout, load: Load) -> np.ndarray:

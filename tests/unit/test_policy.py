@@ -229,7 +229,7 @@ class TestPhases:
         first, *rest = phases_of(seen, 0.02)
         assert first.prefill_tokens == 1000 and first.tokens == 2 * 500
         assert first.prompt == pytest.approx((100**2 + 2 * 450**2) / 1000)
-        assert first.owners == pytest.approx(1000 / 450)
+        assert first.owners == pytest.approx(1000 / (100 / N + 900 / 2))
         assert len(rest) == 3 and all(later.prefill_tokens == 0 for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
         assert alive == sorted(alive, reverse=True)
