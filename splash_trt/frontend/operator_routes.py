@@ -18,6 +18,7 @@ from splash_trt.version import __version__
 
 LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
 EXPLAIN_REPLY_S = 2.0
+JSON = "application/json"
 YES, NO = ("1", "true"), ("0", "false")
 
 Reply = TypeVar("Reply")
@@ -135,6 +136,7 @@ class OperatorRoutes:
         )
 
     async def _set_layout(self, http: web.Request) -> web.Response:
+        _need_json(http)
         body = await self._serving.body(http, LayoutBody)
         body.check(self._serving.ready().layouts)
         reply = await _within(LAYOUT_REPLY_S, self._serving.engine.set_layout(body.layout, body.pin))
@@ -167,6 +169,13 @@ class OperatorRoutes:
 
     async def _version(self, http: web.Request) -> web.Response:
         return json_response(Version(__version__))
+
+
+def _need_json(http: web.Request) -> None:
+    """ApiError (415) for another Content-Type: a browser lets any website's page send those here without asking us."""
+    if http.content_type != JSON:
+        message = f"Content-Type: {http.content_type[:100]!r} is not allowed here; it must be {JSON}"
+        raise ApiError(message, status=415, param="Content-Type", code="unsupported_media_type")
 
 
 def _flag(http: web.Request, name: str) -> bool:

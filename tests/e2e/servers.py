@@ -107,7 +107,7 @@ class Server:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
-            connection.request(method, path, data)
+            connection.request(method, path, data, {} if data is None else {"Content-Type": "application/json"})
             response = connection.getresponse()
             return Reply(response.status, response.read())
         finally:

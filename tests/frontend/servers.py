@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass
@@ -53,7 +54,7 @@ class FrontendProcess:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection = self.connect()
         try:
-            connection.request(method, path, data, headers)
+            connection.request(method, path, data, {**JSON, **headers} if data is not None else headers)
             response = connection.getresponse()
             return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
         finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from splash_trt import link
@@ -65,6 +68,25 @@ def test_layout(server: FrontendProcess, engine: FakeEngine) -> None:
     ):
         refused = server.ask("POST", "/v1/layout", body)
         assert (refused.status, refused.json["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_a_website_cannot_switch(server: FrontendProcess, engine: FakeEngine, kind: str | None) -> None:
+    """A browser sends these kinds, and none, to any server without asking it first."""
+    connection, before = server.connect(), engine.layout
+    try:
+        headers = {} if kind is None else {"Content-Type": kind}
+        connection.request("POST", "/v1/layout", b'{"layout": "cp"}', headers)
+        response = connection.getresponse()
+        error = json.loads(response.read())["error"]
+    finally:
+        connection.close()
+    assert (response.status, error["param"], error["type"]) == (415, "Content-Type", "invalid_request_error")
+    assert "must be application/json" in error["message"] and engine.layout == before
+    typed = {"Content-Type": "application/json; charset=utf-8"}
+    assert server.ask("POST", "/v1/layout", {"layout": "auto"}, **typed).status == 200
 
 
 def test_switches(server: FrontendProcess, engine: FakeEngine) -> None:
