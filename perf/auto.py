@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--size", type=float, default=0.6, help="of the loads' output lengths")
+    parser.add_argument("--size", type=float, default=0.4, help="of the loads' output lengths")
     parser.add_argument("--minutes", type=float, default=1.5, help="of calibration, unless --device")
     parser.add_argument("--device", type=Path, help="a file of splash-trt calibrate, instead of calibrating")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
