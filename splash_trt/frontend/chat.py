@@ -15,9 +15,11 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 """Names that chat_template_kwargs may not give to a template, as they are given already."""
 
 
-class TextPart(Part, frozen=True, kw_only=True):
+class ContentPart(Part, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Text. Parts of other types have fields of their own, and are refused by their type (Message.for_template)."""
+
     type: str
-    text: str = ""
+    text: str | None = None
 
 
 class CalledFunction(Part, frozen=True, kw_only=True):
@@ -39,7 +41,7 @@ class Message(Part, frozen=True, kw_only=True):
     """One message of a chat. The fields that must be null are those with which clients send an answer back."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -59,10 +61,11 @@ class Message(Part, frozen=True, kw_only=True):
         field = f"messages[{number}]"
         if not isinstance(self.content, str):
             for part in self.content or ():
-                if part.type != "text":
-                    message = f"{field}.content: parts of type {part.type!r} are not served, only text"
+                if part.type != "text" or part.text is None:
+                    what = "without text" if part.type == "text" else f"of type {part.type[:40]!r}"
+                    message = f"{field}.content: a part {what} is not allowed; only text parts are supported"
                     raise ApiError(message, param=f"{field}.content")
-        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        text = "".join(part.text or "" for part in self.content) if isinstance(self.content, list) else self.content
         calls = [_call_for_template(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
         more = {
             "name": self.name,

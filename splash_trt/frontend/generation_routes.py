@@ -263,8 +263,8 @@ def _scanner(body: GenerationBody) -> StopScanner:
 def _num_characters(body: ChatBody) -> int:
     """About how long the prompt will be."""
     of_messages = sum(
-        len(message.content) if isinstance(message.content, str) else sum(len(part.text) for part in message.content)
-        for message in body.messages
-        if message.content is not None
+        len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
+        for content in (message.content for message in body.messages)
+        if content is not None
     )
     return of_messages + LONG_TEXT * len(body.tools or ())

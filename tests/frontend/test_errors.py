@@ -121,6 +121,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER, "suffix": "z"}, "suffix"),
     ({"messages": USER, "prompt": "Hello"}, "prompt"),
 ]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+NOT_TEXT = [IMAGE, AUDIO, {"type": "image", "source": {}}, {"type": "text", "txt": "Hello"}]
 BAD_BYTES: list[tuple[bytes, str | None]] = [
     (b"", None),
     (b"nonsense", None),
@@ -159,6 +162,17 @@ def test_bad_fields(
         }
         assert error["type"] == "invalid_request_error" and answer.headers["x-request-id"]
     assert len(engine.submitted) == before
+
+
+@pytest.mark.parametrize("part", NOT_TEXT, ids=lambda part: part["type"])
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_parts_that_are_no_text(server: FrontendProcess, path: str, part: dict[str, Any]) -> None:
+    content = [{"type": "text", "text": "What is this?"}, part]
+    answer = server.ask("POST", path, {"messages": [{"role": "user", "content": content}]})
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, "messages[0].content")
+    assert "only text parts are supported" in error["message"]
+    assert "without text" in error["message"] or repr(part["type"]) in error["message"]
 
 
 def test_bad_bytes(server: FrontendProcess, engine: FakeEngine) -> None:
