@@ -142,8 +142,8 @@ class Flag:
 
 
 FLAGS = (
-    Flag("frontends", "Processes that share the port, each good for some 10,000 tokens a second.", "K"),
-    Flag("max_queued", "Requests that may wait for their first token; more get a 429.", "N"),
+    Flag("frontends", "Processes that share the port, each good for some 20,000 tokens a second.", "K"),
+    Flag("max_queued", "Requests that may wait for their first token, at all frontends together; more get a 429.", "N"),
     Flag("max_body_bytes", "Longest body of a request.", "BYTES"),
     Flag("ready_deadline_s", "Not ready when there is work and no step completes for so long.", "SECONDS"),
     Flag("shutdown_deadline_s", "For requests under way to finish in after SIGTERM.", "SECONDS"),
