@@ -134,6 +134,10 @@ class EngineConfig:
                 "request needs room for one token in a step: raise max_batch_tokens or lower max_running"
             )
 
+    def most_absorbed(self, layout: Layout) -> int:
+        """Tokens of the longest chunk that attends absorbed in that layout."""
+        return self.dop_absorbed_tokens if layout is Layout.DOP else self.absorbed_tokens
+
     @property
     def itemsize(self) -> int:
         """Bytes of one number of `dtype`."""

@@ -121,6 +121,29 @@ class Plan:
         return not any(len(part) for part in parts)
 
     @property
+    def copies(self) -> bool:
+        """Rows or weights are copied beside what is computed."""
+        return bool(len(self.moves) or len(self.late_moves) or len(self.weights))
+
+    def copied_bytes(
+        self, num_ranks: int, row_bytes: int, number_bytes: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[N] int64 each: what ranks send to others, receive from others, and copy within.
+
+        row_bytes: of one token's cache row, all layers; number_bytes: of one number of the head-cut weights.
+        """
+        sent, received, inside = (np.zeros(num_ranks, np.int64) for _ in range(3))
+        parts = [(m[:, 0], m[:, 2], m[:, 5] * np.int64(row_bytes)) for m in (self.moves, self.late_moves)]
+        weights = self.weights
+        parts.append((weights[:, 0], weights[:, 1], (weights[:, 4] - weights[:, 3]) * number_bytes))
+        for source, target, num_bytes in parts:
+            stays = source == target
+            np.add.at(inside, source[stays], num_bytes[stays])
+            np.add.at(sent, source[~stays], num_bytes[~stays])
+            np.add.at(received, target[~stays], num_bytes[~stays])
+        return sent, received, inside
+
+    @property
     def slot_controls(self) -> list[SlotControls]:
         """What `controls` holds."""
         return _control_decoder.decode(self.controls.tobytes()) if len(self.controls) else []
@@ -129,6 +152,11 @@ class Plan:
     def row_of_token(self) -> np.ndarray:
         """[T] int32: the row each token belongs to."""
         return np.repeat(np.arange(len(self.count), dtype=np.int32), self.count)
+
+    @property
+    def want_row(self) -> np.ndarray:
+        """[W] int64: the row each wanted token belongs to."""
+        return np.searchsorted(np.cumsum(self.count), self.want_index, side="right")
 
     @property
     def position(self) -> np.ndarray:

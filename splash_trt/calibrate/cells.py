@@ -25,6 +25,8 @@ CONTEXTS = (64, 512, 2048, 8192, 32768)
 CHUNKS = (16, 64, 256, 1024, 2048)
 PREFIXES = (0, 512, 2048, 8192, 32768)
 MOVED_PAGES = (4, 16)
+PAGE_TOKENS = EngineConfig.page_tokens
+"""Calibration keeps to the default."""
 SEED = 1
 
 
@@ -96,7 +98,7 @@ def random_cells(layouts: tuple[Layout, ...], num_ranks: int, limits: Limits, co
 def _fits(rows: tuple[tuple[int, int, int], ...], limits: Limits) -> bool:
     """In every layout, whoever owns what."""
     tokens = sum(count for _, count, _ in rows)
-    cached = sum(-(-(start + count) // 64) * 64 for start, count, _ in rows)
+    cached = sum(num_pages(start + count, PAGE_TOKENS) * PAGE_TOKENS for start, count, _ in rows)
     longest = max(start + count for start, count, _ in rows)
     return (
         longest <= limits.context
@@ -125,7 +127,7 @@ class PlanMaker:
         start, tokens, home = (np.array(column, np.int32) for column in zip(*cell.rows, strict=True))
         if SPECS[layout].placement is PlacementKind.REPLICATED:
             home = np.zeros_like(home)
-        absorbed = tokens <= (config.dop_absorbed_tokens if layout is Layout.DOP else config.absorbed_tokens)
+        absorbed = tokens <= config.most_absorbed(layout)
         ranks = token_ranks(
             layout, home, start, tokens, absorbed, num_ranks=config.num_ranks, page_tokens=config.page_tokens
         )

@@ -165,7 +165,7 @@ class StepTracer:
         end = min(begin + result.seconds, max(now, begin))
         self._steps_end = end
         ts, dur = self._us(begin), round((end - begin) * 1e6, 1)
-        moved = self._bytes(plan)
+        moved = plan.copied_bytes(self._num_ranks, self._row_bytes, self._number_bytes)
         events = [self._step(plan, result, ts, dur, int(moved[0].sum())), *_moves(plan, moved, ts, dur)]
         if plan.epoch != self._epoch:
             self._epoch = plan.epoch
@@ -225,22 +225,6 @@ class StepTracer:
             "seconds": result.seconds,
         }
         return _event("X", plan.layout.name.lower(), 0, STEPS, ts, dur=dur, args=args)
-
-    def _bytes(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[N] int64 each: what ranks send to others, receive from others, and copy within."""
-        sent, received, inside = (np.zeros(self._num_ranks, np.int64) for _ in range(3))
-        if not (len(plan.moves) or len(plan.late_moves) or len(plan.weights)):
-            return sent, received, inside
-        copies = (plan.moves, plan.late_moves)
-        parts = [(m[:, 0], m[:, 2], m[:, 5].astype(np.int64) * self._row_bytes) for m in copies]
-        weights = plan.weights
-        parts.append((weights[:, 0], weights[:, 1], (weights[:, 4] - weights[:, 3]) * self._number_bytes))
-        for source, target, num_bytes in parts:
-            stays = source == target
-            np.add.at(inside, source[stays], num_bytes[stays])
-            np.add.at(sent, source[~stays], num_bytes[~stays])
-            np.add.at(received, target[~stays], num_bytes[~stays])
-        return sent, received, inside
 
     def _commit(self, plan: Plan, result: StepResult, rank: int, ts: float) -> dict[str, object]:
         args: dict[str, object] = {"step": plan.step, "epoch": plan.epoch}

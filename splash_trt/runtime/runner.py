@@ -168,7 +168,7 @@ class Runner:
         wanted = hidden[step.want_here]
         if SPECS[plan.layout].tokens is Tokens.SPREAD:
             wanted = self._comm.all_gather(wanted, step.want_counts)[step.want_order]
-        row = plan.row_of_token[plan.want_index]
+        row = plan.want_row
         slot = plan.slot[row]
         position = plan.position[plan.want_index] + 1
         params = RowParams.build(self._tables.sampling[slot], position, plan.want_target, hidden.device)

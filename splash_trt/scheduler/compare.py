@@ -96,6 +96,8 @@ class Later:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
+    """A layout to be in, or the present one with other owners: what it takes to go there, and what it brings."""
+
     layout: Layout
     homes: np.ndarray = field(repr=False)
     """[R] owners or homes there."""
@@ -110,6 +112,7 @@ class Candidate:
     """By phase, as the objective weighs them."""
     gain_s: float = 0.0
     """What going there now saves of what is ahead, against staying for now; its cost is taken off."""
+
     @property
     def moves_owners(self) -> bool:
         """It is the present layout, with other owners."""

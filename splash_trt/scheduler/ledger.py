@@ -58,8 +58,8 @@ class Ledger:
         live = self.live()
         there = live[self.directory.present(rank, self.slots.entry[live])]
         assert len(there), f"rank {rank} is full, yet no request has a page there"
-        ranks = self.slots.rank[there]
-        last = there[ranks == ranks.min()]
+        seniority = self.slots.seniority[there]
+        last = there[seniority == seniority.min()]
         return int(last[self.slots.arrival[last].argmax()])
 
     def shortfall(self, slot: int) -> np.ndarray:

@@ -47,8 +47,8 @@ class Decision:
 
 
 class Policy(Protocol):
-    """observe() is told of steps that completed; decide() is asked now and then and answers None to stay; expected_s()
-    is what a plan's rows should take, in seconds."""
+    """observe() is told of steps that completed; decide() is asked where wants_to_look() says that it may be worth it,
+    and answers None to stay; expected_s() is what a plan's rows should take, in seconds; explain() is for people."""
 
     def observe(self, plan: Plan, result: StepResult) -> None: ...
 

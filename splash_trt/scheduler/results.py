@@ -39,7 +39,7 @@ def _wanted(plan: Plan, sequences: list[Sequence], result: StepResult) -> Iterat
         return zip(sequences, tokens, range(count), range(1, count + 1), strict=True)
     if count == 0:
         return iter(())
-    row = np.searchsorted(np.cumsum(plan.count), plan.want_index, side="right")
+    row = plan.want_row
     ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), count]
     begins = [0, *ends[:-1]]
     rows = row[begins].tolist()

@@ -60,8 +60,7 @@ class RowBuilder:
         start = np.concatenate(self._start).astype(np.int32)
         count = np.concatenate(self._count).astype(np.int32)
         home = self._slots.home[slot]
-        longest = config.dop_absorbed_tokens if self._layout is Layout.DOP else config.absorbed_tokens
-        absorbed = count <= longest
+        absorbed = count <= config.most_absorbed(self._layout)
         ranks = token_ranks(
             self._layout, home, start, count, absorbed, num_ranks=config.num_ranks, page_tokens=config.page_tokens
         )

@@ -11,7 +11,7 @@ import numpy as np
 from splash_trt.request import MAX_PRIORITY, FinishReason, Request
 
 NEVER = 1 << 62  # a plan's number that no plan reaches
-OVERDUE = MAX_PRIORITY + 1  # the rank of requests that waited too long: before every priority
+OVERDUE = MAX_PRIORITY + 1  # the seniority of requests that waited too long: before every priority
 
 
 @dataclass(eq=False, slots=True)
@@ -60,14 +60,14 @@ class Sequence:
         self.plain_below = self.limit - 1 if p.logprobs is None and p.prompt_logprobs is None else 0
 
     @property
-    def rank(self) -> int:
+    def seniority(self) -> int:
         """Larger goes first: the priority, or OVERDUE."""
         return OVERDUE if self.overdue else self.request.priority
 
     @property
     def key(self) -> tuple[int, int]:
         """Smaller goes first; unique, so that nothing is ever decided by chance."""
-        return (-self.rank, self.arrival)
+        return (-self.seniority, self.arrival)
 
     def ends_here(self) -> FinishReason | None:
         """Whether the last token known is its last."""

@@ -15,8 +15,8 @@ class Slots:
     total: tokens, those included that are sampled but not yet known here; admitted: tokens that were known at
     admission (up to there rows carry ids, from there on they follow the sampler); computed: tokens whose rows are
     planned; prompt: tokens of the prompt; limit: most tokens; entry: names its pages in the directory, of which pages
-    (how many) and home (owner or home rank) are copies; last_row: the last plan with a row of it; rank and arrival: its
-    place among the others (Sequence.key).
+    (how many) and home (owner or home rank) are copies; last_row: the last plan with a row of it; seniority and
+    arrival: its place among the others (Sequence.key).
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -30,7 +30,7 @@ class Slots:
         self.entry = np.zeros(max_slots, np.int64)
         self.home = np.zeros(max_slots, np.int32)
         self.last_row = np.zeros(max_slots, np.int64)
-        self.rank = np.zeros(max_slots, np.int64)
+        self.seniority = np.zeros(max_slots, np.int64)
         self.arrival = np.zeros(max_slots, np.int64)
         self.controlled = np.zeros(max_slots, np.bool_)
         """Live, and its SamplingParams are `controlled`."""
@@ -53,7 +53,7 @@ class Slots:
         self.limit[slot] = sequence.limit
         self.home[slot] = home
         self.last_row[slot] = 0
-        self.rank[slot], self.arrival[slot] = sequence.rank, sequence.arrival
+        self.seniority[slot], self.arrival[slot] = sequence.seniority, sequence.arrival
         self.controlled[slot] = sequence.request.sampling.controlled
         self.sequences[slot] = sequence
         sequence.slot = slot
@@ -72,10 +72,10 @@ class Slots:
         heapq.heappush(self._free, slot)
 
     def senior_first(self, slots: np.ndarray) -> np.ndarray:
-        """The same slots, by rank and then arrival."""
+        """The same slots, by seniority and then arrival."""
         if len(slots) < 2:
             return slots
-        return slots[np.lexsort((self.arrival[slots], -self.rank[slots]))]
+        return slots[np.lexsort((self.arrival[slots], -self.seniority[slots]))]
 
     def sequence(self, slot: int) -> Sequence:
         sequence: Sequence | None = self.sequences[slot]

@@ -176,8 +176,7 @@ class Switcher:
         True: a copy of new rows failed in a plan that was on its way when the switch was committed, so the new layout
         lacks them: the requests with armed rows in this plan have to be computed again.
         """
-        moved = bool(len(plan.moves) or len(plan.weights) or len(plan.late_moves))
-        ratio = self._meter.step(plan, result, moved)
+        ratio = self._meter.step(plan, result, plan.copies)
         if ratio is not None:
             self._budget.observe(ratio)
         failed = [(rank, status.error) for rank, status in enumerate(result.statuses) if status.error]

@@ -26,7 +26,6 @@ import numpy as np
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
-from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.quantities import INDEX, QUANTITIES, Quantities
 
 Terms = dict[str, float]
@@ -61,17 +60,9 @@ class Operation:
     """How many operations or collectives."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """Of one batch: arrays [number of operations, N] in the table's order; TP's have one column for all ranks."""
-
-    flops: np.ndarray
-    bytes: np.ndarray
-    launches: np.ndarray
-
-
 class LayoutWork:
-    """The table of a model's operations under one layout."""
+    """The table of a model's operations under one layout. flops, bytes, launches: [operations, len(QUANTITIES)], which
+    times a batch's quantities give those of each operation on every rank."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, layout: Layout, *, padded: bool = False) -> None:
         self.operations: tuple[Operation, ...] = tuple(_Table(model, config, layout).build())
@@ -79,10 +70,6 @@ class LayoutWork:
         self.flops, self.bytes, self.launches = (
             matrix([getattr(op, name) for op in self.operations]) for name in ("flops", "bytes", "launches")
         )
-
-    def of(self, batch: Batch) -> StepWork:
-        x = self.quantities.of(batch)
-        return StepWork(flops=self.flops @ x, bytes=self.bytes @ x, launches=self.launches @ x)
 
 
 def matrix(terms: Sequence[Terms]) -> np.ndarray:

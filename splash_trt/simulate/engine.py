@@ -65,8 +65,7 @@ def cheapest_price(
         for layout, room in capacity_tokens.items():
             if held > room and room < max(capacity_tokens.values()):
                 continue
-            longest = config.dop_absorbed_tokens if layout is Layout.DOP else config.absorbed_tokens
-            absorbed = plan.count <= longest
+            absorbed = plan.count <= config.most_absorbed(layout)
             if np.array_equal(absorbed, plan.absorbed):
                 here = dataclasses.replace(batch, layout=layout)
             else:
@@ -110,8 +109,6 @@ class SimulatedEngine:
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
-        self.admissions = 0
-        """Of requests to the cache; those that had to give it up come back and count again."""
         self.layout = config.layout
         """Of the step that ended last."""
         self.changes: list[tuple[float, int]] = [(0.0, int(config.layout))]
@@ -169,14 +166,12 @@ class SimulatedEngine:
         slots, numbers = sampling["slot"], sampling["seed"]
         self._number[slots] = numbers
         self._final[slots] = self._source.prompt_tokens[numbers] + self._source.output_tokens[numbers] - 1
-        self.admissions += len(slots)
 
     def _sampled(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(requests' numbers, positions of their new tokens, which are their last), [W] each."""
         slot, end = plan.slot, plan.start + plan.count
         if len(plan.want_index) != plan.num_tokens:  # else every row is one token, and every one is wanted
-            row = np.searchsorted(np.cumsum(plan.count), plan.want_index, side="right")
-            slot, end = slot[row], end[row]
+            slot, end = slot[plan.want_row], end[plan.want_row]
         return self._number[slot], end, end == self._final[slot]
 
     def _statuses(self, plan: Plan, gap: float) -> tuple[RankStatus, ...]:
@@ -188,15 +183,7 @@ class SimulatedEngine:
 
     def _moved_bytes(self, plan: Plan) -> int:
         """What the rank that sends and receives most does of both, together, before and after the rows run."""
-        if not (len(plan.moves) or len(plan.weights) or len(plan.late_moves)):
+        if not plan.copies:
             return 0
-        total = np.zeros(self._num_ranks, np.int64)
-        for moves in (plan.moves, plan.late_moves):
-            source, target, size = moves[:, 0], moves[:, 2], moves[:, 5] * np.int64(self._sizes.row_bytes)
-            between = source != target
-            for rank in (source, target):
-                np.add.at(total, rank[between], size[between])
-        size = (plan.weights[:, 4] - plan.weights[:, 3]) * self._sizes.itemsize
-        for column in (0, 1):
-            np.add.at(total, plan.weights[:, column], size)
-        return int(total.max())
+        sent, received, _ = plan.copied_bytes(self._num_ranks, self._sizes.row_bytes, self._sizes.itemsize)
+        return int((sent + received).max())

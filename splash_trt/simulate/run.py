@@ -196,7 +196,7 @@ class _Run:
             gap_p99_s=tally.gap_s(99),
             gap_max_s=tally.longest_gap_s,
             steps=engine.steps,
-            recomputed=engine.admissions - int(done.sum()),
+            recomputed=self._scheduler.preemptions,
             layout_share={n.name.lower(): s / busy for n, s in engine.seconds_in.items() if s},
             num_switches=records[-1].number if records else 0,
             switches=records,

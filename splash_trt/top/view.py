@@ -12,13 +12,12 @@ from rich.text import Text
 from splash_trt.frontend.dashboard.history import Switch, Timeline
 from splash_trt.link import Status
 from splash_trt.top.client import Snapshot
-from splash_trt.top.words import count, duration, percent, short, signed, size
+from splash_trt.top.words import NONE, count, duration, percent, short, signed, size
 
 COLOURS = {"tp": "blue", "dp": "yellow", "cp": "green", "dop": "magenta"}
 LABEL = 18
 MAX_SWITCHES = 10
 RATE_S = 5
-NONE = "-"
 
 
 @dataclass(frozen=True)

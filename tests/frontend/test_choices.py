@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from splash_trt.frontend.sampling import choice_seed
@@ -230,7 +231,6 @@ def test_choices_mean_exactly_their_texts(server: FrontendProcess, engine: FakeE
 
 
 def test_pydantic_models_as_forms(client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer) -> None:
-    pydantic = pytest.importorskip("pydantic")
     model = pydantic.create_model("Weather", city=(str, ...), degrees=(int, ...))
     engine.script = (*tokenizer.encode('{"city": "K\u00f6ln", "degrees": 7}'), 1)
     try:

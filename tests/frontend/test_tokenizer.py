@@ -104,14 +104,11 @@ def test_demo_model() -> None:
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     tokenizer, text = Tokenizer(DEMO_MODEL), "ab " * (1 << 17)
     thread = threading.Thread(target=tokenizer.encode, args=(text,))
-    begin = time.monotonic()
     thread.start()
     looks = 0
     while thread.is_alive():
         time.sleep(0.005)
         looks += 1
-    seconds = time.monotonic() - begin
-    assert seconds > 0.1, "this text is not long"
     assert looks > 10
 
 

@@ -108,9 +108,13 @@ def test_rows_and_positions_of_tokens() -> None:
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 50)), max_size=20))
 def test_positions_count_on_from_each_rows_start(rows: list[tuple[int, int]]) -> None:
     start, count = (np.array([r[i] for r in rows], np.int32) for i in (0, 1))
-    plan = _plan(start=start, count=count, slot=np.arange(len(rows)), token=np.zeros(count.sum(), np.int64))
+    wanted = np.arange(count.sum(), dtype=np.int32)[::3]
+    plan = _plan(
+        start=start, count=count, slot=np.arange(len(rows)), token=np.zeros(count.sum(), np.int64), want_index=wanted
+    )
     assert plan.position.tolist() == [p for s, c in rows for p in range(s, s + c)]
     assert plan.row_of_token.tolist() == [i for i, (_, c) in enumerate(rows) for _ in range(c)]
+    assert plan.want_row.tolist() == plan.row_of_token[plan.want_index].tolist()
 
 
 def test_a_plan_without_rows() -> None:

@@ -8,7 +8,10 @@ import pytest
 from splash_trt.config import Formats, Layout
 from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.batch import Batch
-from splash_trt.scheduler.work import LayoutWork, row_bytes
+from splash_trt.scheduler.work import LayoutWork, largest_share, row_bytes
+from splash_trt.weights import formats as stored
+from splash_trt.weights.shards import cut_ranges
+from splash_trt.weights.spec import Cut, tensor_specs
 from tests.unit.cost_cases import config, decode, deepseek_v3, prefill, splash_tiny
 
 FP8 = Formats(weights="fp8", attention="fp8")
@@ -17,9 +20,9 @@ FP8 = Formats(weights="fp8", attention="fp8")
 def named(model: ModelConfig, batch: Batch, num_ranks: int, formats: Formats | None = None, dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]  # noqa: E501
     """Per operation: (flops [N], bytes [N], launches [N])."""
     work = LayoutWork(model, config(num_ranks, formats, dtype), batch.layout)
-    step = work.of(batch)
+    x = work.quantities.of(batch)
     ranks = (len(work.operations), num_ranks)
-    values = [np.broadcast_to(part, ranks) for part in (step.flops, step.bytes, step.launches)]
+    values = [np.broadcast_to(part, ranks) for part in (work.flops @ x, work.bytes @ x, work.launches @ x)]
     return {op.name: tuple(part[i] for part in values) for i, op in enumerate(work.operations)}
 
 
@@ -103,6 +106,20 @@ def test_cache_rows_are_read_where_they_lie() -> None:
         assert found[1] == pytest.approx(np.full(8, rows * share), rel=0.08), layout
     assert row_bytes(model, config(8)) == 576 * 2
     assert row_bytes(model, config(8, Formats(cache="fp8"))) == 512 + 16 + 128
+
+
+@pytest.mark.parametrize("formats", [None, Formats(cache="fp8")])
+def test_rows_and_shards_are_those_of_the_arena(formats: Formats | None) -> None:
+    """The memory map's own arithmetic, which imports what this layer must not."""
+    model = deepseek_v3()
+    for num_ranks in (3, 8):
+        deployment = config(num_ranks, formats)
+        assert row_bytes(model, deployment) == stored.row_bytes(model, deployment)
+        for spec in tensor_specs(model):
+            if spec.cut is not Cut.NONE:
+                widest = max(end - begin for begin, end in cut_ranges(spec, num_ranks))
+                multiple = 128 if spec.cut is Cut.INTERMEDIATE else 1
+                assert largest_share(spec.shape[spec.axis], num_ranks, multiple) == widest, spec.name
 
 
 def test_owners_wait_for_the_fullest() -> None:
