@@ -36,7 +36,7 @@ def _check(ok: bool, field: str, value: object, allowed: str) -> None:
 
 class GrammarKind(str, enum.Enum):
     JSON_OBJECT = "json_object"  # any JSON object; the text stays empty
-    JSON_SCHEMA = "json_schema"  # a JSON Schema; between JSON's tokens up to two blanks, or an indented new line
+    JSON_SCHEMA = "json_schema"  # a JSON Schema; its only white space is one blank after a comma or colon, or none
     REGEX = "regex"  # matches the whole output; Rust's syntax, without look-around and back-references
     LARK = "grammar"  # llguidance's dialect of Lark, whose rules begin at `start`
 

@@ -351,13 +351,46 @@ def test_a_large_schema(folder: Path) -> None:
     """1500 optional properties, which are as many items at once."""
     compiler = GrammarCompiler(folder, 257, (END,))
     schema = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}})
-    text = '{"p3": 12, "p1499":\n  -7}'
+    text = '{"p3": 12, "p1499":-7}'
     matcher = compiler.matcher(Grammar(GrammarKind.JSON_SCHEMA, schema))
     for token in Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids:
         mask = np.zeros(compiler.num_words, np.int32)
         assert matcher.fill(mask) == "" and mask[token >> 5] >> (token & 31) & 1
         matcher.consume([token])
     assert matcher.fill(mask) == "" and mask[0] & 1 << END
+
+
+FREE = '{"type": "object", "x-guidance": {"whitespace_flexible": true}}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "fits"),
+    [
+        ("", '{"a":[1,2],"b":{"c":"d"}}', True),
+        ("", '{"a": [1, 2], "b": {"c": "d"}}', True),
+        ("", '{"a": [1,2],"b": {}}', True),
+        ("true", '{"a": [1, 2]}', True),
+        ("", '{ "a": 1}', False),
+        ("", '{"a" : 1}', False),
+        ("", '{"a":  1}', False),
+        ("", '{"a": 1 }', False),
+        ("", '{"a":\n1}', False),
+        ("", '{"a":\t1}', False),
+        ("", '{"a": [1,\n  2]}', False),
+        ("", '{"a": [ ]}', False),
+        ("true", '{\n"a": 1}', False),
+        ('{"type": "object"}', '{"a": 1,\n "b": 2}', False),
+        (FREE, '{\n  "a": [ 1 ,\n2 ]\n}', True),
+    ],
+)
+def test_white_space_in_json(folder: Path, schema: str, text: str, fits: bool) -> None:
+    """A blank after a comma or colon, or none, and no other, unless the schema says so."""
+    kind = GrammarKind.JSON_SCHEMA if schema else GrammarKind.JSON_OBJECT
+    matcher = GrammarCompiler(folder, 257, (END,)).matcher(Grammar(kind, schema))
+    matcher.consume(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+    assert (matcher.error == "") == fits
+    mask = np.zeros(257 // 32 + 1, np.int32)
+    assert (matcher.fill(mask) == "" and bool(mask[0] & 1 << END)) == fits
 
 
 def test_a_deployment_without_a_vocabulary(tmp_path: Path, folder: Path) -> None:
