@@ -13,9 +13,8 @@ from splash_trt.scheduler.slots import Slots
 
 RESERVE_SHARE = 8  # one page kept free for this many running requests, so that they do not evict what just came in
 
-ExpectedOutput = Callable[[np.ndarray], np.ndarray] | float | None
-"""Tokens of output still to come of requests that have generated [R] so far; a number: the length of every output;
-None: half of what their limits leave. Limits are kept to in any case."""
+ExpectedOutput = Callable[[np.ndarray], np.ndarray]
+"""Tokens of output still to come [R] of requests that have generated [R] so far, whatever their limits."""
 
 
 def reserve(running_at: np.ndarray) -> int:
@@ -25,10 +24,7 @@ def reserve(running_at: np.ndarray) -> int:
 
 def output_left(expected: ExpectedOutput, generated: np.ndarray, limit_left: np.ndarray) -> np.ndarray:
     """[R] float64: tokens still to come of requests that have `generated` [R] and may get limit_left [R] more."""
-    if expected is None:
-        return limit_left / 2
-    left = expected(generated) if callable(expected) else expected - generated
-    return np.clip(left, 0, limit_left)
+    return np.clip(expected(generated), 0, limit_left)
 
 
 class RankLoads:
@@ -54,11 +50,8 @@ class RankLoads:
 
     def add(self, home: int, num_tokens: int, generated: int, limit: int) -> None:
         """A request was admitted: tokens known, of these output, most tokens."""
-        self.tokens[home] += num_tokens
-        if self._expected is None:
-            self.tokens[home] += (limit - num_tokens) / 2
-        else:
-            self.tokens[home] += output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))[0]
+        left = output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))
+        self.tokens[home] += num_tokens + left[0]
         self.requests[home] += 1
 
 

@@ -52,7 +52,8 @@ class InFlight:
 
 class Scheduler:
     """sizes: what ranks hold under each residency. request_tokens: the longest request, prompt and output together,
-    that every allowed layout holds (memory/map.py)."""
+    that every allowed layout holds (memory/map.py). expected_output: of running requests, when new ones are placed;
+    None: by the lengths of those that ended (forecast.py)."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Scheduler:
         vocab_size: int,
         max_context: int,
         eos_token_ids: tuple[int, ...],
-        expected_output: ExpectedOutput = None,
+        expected_output: ExpectedOutput | None = None,
     ) -> None:
         self._config = config
         self._request_tokens = request_tokens

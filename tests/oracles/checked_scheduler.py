@@ -35,7 +35,7 @@ def new_scheduler(
     sizes: Sizes,
     request_tokens: int,
     max_context: int,
-    expected_output: ExpectedOutput = None,
+    expected_output: ExpectedOutput | None = None,
 ) -> Scheduler:
     return Scheduler(
         config,
@@ -80,7 +80,7 @@ class CheckedScheduler:
         layout: Layout = Layout.TP,
         max_context: int = 1 << 20,
         plans_in_flight: int = 2,
-        expected_output: ExpectedOutput = None,
+        expected_output: ExpectedOutput | None = None,
         **config: Any,
     ) -> None:
         config = {"page_tokens": 4, "max_batch_tokens": 32, "max_running": 8, **config}

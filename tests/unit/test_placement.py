@@ -88,7 +88,7 @@ def test_place_finds_room_exactly_where_there_is_some(
             need(now, rank) <= free[rank] and need(now + more, rank) <= limits[rank] for rank in range(len(limits))
         )
 
-    nothing_runs = RankLoads(Slots(1), np.zeros(len(limits), np.int64), None)
+    nothing_runs = RankLoads(Slots(1), np.zeros(len(limits), np.int64), lambda generated: generated)
     placed = place(directory, kind, now, now + more, nothing_runs, lambda placement: None)
     found = None if placed is None else placed[0]
     assert (found is not None) == any(fits(home) for home in range(len(limits)))
