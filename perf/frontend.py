@@ -9,6 +9,7 @@ step's message is made until a client has read it; CPU seconds are those of all 
 from __future__ import annotations
 
 import argparse
+import atexit
 import http.client
 import itertools
 import json
@@ -87,6 +88,7 @@ class Deployment:
         command = [sys.executable, "-m", "perf.frontend_emitter", "--engine", address, "--vocab", str(vocab_size)]
         command += ["--step-ms", str(step_s * 1e3), "--times", str(self.times_path)]
         self.emitter = subprocess.Popen(command, cwd=harness.ROOT)
+        atexit.register(self.emitter.kill)  # if anything fails before `end`
         options = Options(
             engine=address, model_name="emitter", tokenizer=str(MODEL), port=0, max_queued=10_000, log_level="warning"
         )
