@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from splash_trt.capacity.report import Case, Lengths, case, num_parameters
-from splash_trt.capacity.table import format_assumptions, format_case
+from splash_trt.capacity.table import format_assumptions, format_case, format_count
 from splash_trt.config import DTYPES, FORMATS, EngineConfig, Formats
 from splash_trt.models.planning import load_for_planning
 from splash_trt.options import Size, or_fail
@@ -115,7 +115,7 @@ def _report(
     context = configs[0].context_block_tokens
     return Report(
         assumptions={
-            "model": f"{found.model_type}, {found.num_layers} layers, {parameters / 1e9:.1f} B parameters; prediction "
+            "model": f"{found.model_type}, {found.num_layers} layers, {format_count(parameters)} parameters; prediction "
             "layers are not counted" + QUANTISED * quantised,
             "ranks": str(num_ranks),
             "memory": f"{memory:,} bytes on each rank for workspace, weights and cache: {source}",

@@ -22,6 +22,14 @@ def format_assumptions(assumptions: dict[str, str]) -> str:
     return _columns([(name.replace("_", " "), text) for name, text in assumptions.items()])
 
 
+def format_count(number: int) -> str:
+    """671.0 B, 10.4 M, 31.2 K."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
 def format_case(case: Case, page_tokens: int) -> str:
     stored = case.formats
     title = f"Attention in {stored['attention']}, other weights in {stored['weights']}, cache in {stored['cache']}"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from splash_trt.capacity.command import capacity_command
 from splash_trt.capacity.report import Lengths, largest_batch
+from splash_trt.capacity.table import format_count
 from splash_trt.cli import commands
 from splash_trt.config import EngineConfig, Formats, Layout
 from splash_trt.layout.spec import PlacementKind
@@ -115,6 +116,14 @@ def test_published_models_against_their_sizes(
         assert case["dop_over_dp_percent"] == pytest.approx(100 * (ratio - 1))
         assert case["dop_over_tp"] == pytest.approx(8, rel=1e-3)
     assert found["num_parameters"] == pytest.approx({"v32": 671.9e9, "glm5": 743.9e9}[name], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(671_026_419_200, "671.0 B"), (10**9, "1.0 B"), (10_449_024, "10.4 M"), (31_200, "31.2 K"), (999, "999")],
+)
+def test_numbers_of_parameters(number: int, text: str) -> None:
+    assert format_count(number) == text
 
 
 def test_both_is_the_two_alone(written: dict[str, str]) -> None:
