@@ -115,8 +115,8 @@ def _report(
     context = configs[0].context_block_tokens
     return Report(
         assumptions={
-            "model": f"{found.model_type}, {found.num_layers} layers, {format_count(parameters)} parameters; prediction "
-            "layers are not counted" + QUANTISED * quantised,
+            "model": f"{found.model_type}, {found.num_layers} layers, {format_count(parameters)} parameters; "
+            "prediction layers are not counted" + QUANTISED * quantised,
             "ranks": str(num_ranks),
             "memory": f"{memory:,} bytes on each rank for workspace, weights and cache: {source}",
             "dtype": f"{configs[0].dtype}: all that no format is about; norms, biases, router, the indexer's head "
