@@ -52,7 +52,7 @@ def run_to_end(argv: Sequence[str], folder: Path, timeout_s: float = START_S) ->
     return done.returncode, done.stderr
 
 
-def wait_until(what: Callable[[], Any], seconds: float, why: str) -> Any:
+def wait_until(what: Callable[[], Any], seconds: float = 60.0, why: str = "what was waited for") -> Any:
     """what()'s first true value."""
     end = time.monotonic() + seconds
     while not (value := what()):

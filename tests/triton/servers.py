@@ -5,36 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from tests.e2e.servers import free_port, wait_until
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "triton_server.sh"
 START_S = 120.0
 END_S = 40.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_until(what: Callable[[], Any], seconds: float = 60.0, why: str = "what was waited for") -> Any:
-    """what()'s first true value."""
-    end = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < end, f"not within {seconds:g} s: {why}"
-        time.sleep(0.02)
-    return value
 
 
 class TritonServer:

@@ -13,8 +13,8 @@ import pytest
 from splash_engines.build import build_engine
 from splash_trt.triton_backend.command import write_repository
 from tests.e2e.conftest import SIZES
-from tests.e2e.servers import MODEL, Server
-from tests.triton.servers import TritonServer, wait_until
+from tests.e2e.servers import MODEL, Server, wait_until
+from tests.triton.servers import TritonServer
 
 PROMPTS = ("Once upon a time", "The little dog", "It was raining, so")
 

@@ -12,9 +12,9 @@ import zmq
 
 from splash_trt.triton_backend.repository import protocol
 from splash_trt.triton_backend.repository.protocol import Cancel, Event, Frames, Generate, Hello, Welcome
+from tests.e2e.servers import wait_until
 from tests.frontend.fake_engine import FakeEngine, ready_message
 from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
-from tests.triton.servers import wait_until
 
 
 class LocalClient:

@@ -20,7 +20,7 @@ import zmq
 
 from splash_trt.triton_backend.repository import connection, protocol
 from splash_trt.triton_backend.repository.protocol import Cancel, Event, Failure, Frames, Generate, Hello, Welcome
-from tests.triton.servers import wait_until
+from tests.e2e.servers import wait_until
 
 MODULE = "triton_python_backend_utils"
 MODEL = "splash_trt.triton_backend.repository.model"

@@ -17,10 +17,11 @@ import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
 from splash_trt.triton_backend.command import write_repository
+from tests.e2e.servers import free_port, wait_until
 from tests.frontend.fake_engine import FakeEngine, ready_message
 from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
 from tests.triton.conftest import Stack
-from tests.triton.servers import TritonServer, free_port, wait_until
+from tests.triton.servers import TritonServer
 
 ENDLESS: dict[str, Any] = {"text_input": "abc", "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true}'}
 NUM_STREAMS = 64
