@@ -29,6 +29,8 @@ TOLERATED = 0.3
 
 @dataclass(frozen=True)
 class Sample:
+    """One measured step."""
+
     batch: Batch
     seconds: float
     """Median over rounds."""

@@ -44,6 +44,8 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
+    """The device that was found, and how well it predicts."""
+
     device: Device
     fitted: int
     """Steps that the fit saw."""

@@ -1,4 +1,4 @@
-"""What the configurations of each model type may say, and what holds where they say nothing."""
+"""The model types, one entry of FAMILIES each."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ ONE, ANY, LIST = (1,), (-1,), (-1, -1)
 
 @dataclass(frozen=True)
 class TensorSpec:
+    """One input or output: its name, Triton's type, and its dimensions without a leading axis (-1: any number)."""
+
     name: str
     kind: str
     dims: tuple[int, ...] = ONE

@@ -16,12 +16,16 @@ MICROSECONDS = 1_000_000
 
 
 class Tensor(Protocol):
+    """pb_utils.Tensor, as far as it is used here."""
+
     def name(self) -> str: ...
 
     def as_numpy(self) -> Any: ...
 
 
 class TritonRequest(Protocol):
+    """pb_utils.InferenceRequest likewise. parameters: JSON; timeout: microseconds, 0 for none."""
+
     def inputs(self) -> list[Tensor]: ...
 
     def parameters(self) -> str: ...
