@@ -256,10 +256,10 @@ def test_a_killed_frontend_of_a_supervised_run_is_started_again(start: Start) ->
     readers = stream(server, 8)
     server.find("frontend").kill()
     wait_until(lambda: "frontend 0 is started again" in server.log, 20, "another frontend")
-    for reader in readers:
-        reader.join(120)
-    # Which stream went where is the kernel's choice.
-    assert all(reader.done == (len(reader.tokens) == 3000) and reader.error is None for reader in readers)
+    # Which stream went where is the kernel's choice. Those of the other one go on.
+    going = {reader: len(reader.tokens) for reader in readers if reader.is_alive()}
+    wait_until(lambda: all(len(reader.tokens) > count for reader, count in going.items()), 60, "more tokens")
+    assert not any(reader.error for reader in readers)
     server.wait_until_ready()
     assert server.ask("POST", "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4}).status == 200
     server.process.terminate()
