@@ -24,9 +24,9 @@ OWN_MAX_ITEMS_IN_ROW = 2000
 MAX_LEXER_STATES = 25_000  # of 1 to 2 KB each
 MAX_WHY = 500  # characters of an explanation; the library repeats the grammar in it
 
-# One blank may follow a comma or a colon; there is no other white space between JSON's tokens. JSON allows any amount
-# anywhere, and a model that has been led astray there writes it up to max_tokens.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# Regular expressions; there is no other white space between JSON's tokens. JSON allows any amount anywhere, and a model
+# that has been led astray there writes it up to max_tokens.
+COMMA, COLON = ", ?", ": ?"
 
 NOTHING_FOLLOWS = "nothing in the model's vocabulary can continue it"
 
@@ -132,6 +132,9 @@ def _source(grammar: Grammar) -> str:
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             return LLMatcher.grammar_from_json_schema(json.dumps(schema))  # which has no place for options
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_STYLE)
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(schema),
+            defaults={"whitespace_flexible": False, "item_separator": COMMA, "key_separator": COLON},
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"grammar: this {grammar.kind.value} is not JSON: {error}") from None
