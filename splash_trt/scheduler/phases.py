@@ -40,6 +40,8 @@ class Phase:
     """Tokens of the prompt that one of prefill_tokens belongs to, on average."""
     owners: float
     """So many owners share prefill_tokens evenly, in effect: one prompt has one."""
+    arriving_s: float = 0.0
+    """Prompt tokens per second, where prefill_tokens are yet to come; 0: they are there."""
     presence: float = 1.0
     """The chance that there is anything to do at all."""
     ends: float = 0.0
@@ -101,6 +103,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                     prefill_tokens=tokens,
                     prompt=arriving.prompt,
                     owners=1.0,
+                    arriving_s=arriving.tokens_s,
                     presence=min(expected + newcomers, 1.0),
                     ends=ending,
                 )
@@ -109,7 +112,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
 
 
 def _owners(prompts: np.ndarray, num_ranks: int) -> float:
-    """So many owners share the tokens of `prompts` [P] evenly, in effect. Prompts above an even share are computed alone,
+    """So many owners share the tokens of `prompts` [P] evenly, in effect. Those above an even share are computed alone,
     after the others: the short ones' share and the long ones' take turns."""
     total = float(prompts.sum())
     long = prompts > total / num_ranks
@@ -177,10 +180,15 @@ class Estimator:
         mixed, mixed_s = 0.0, 0.0
         if prefill > 0:
             most = max(self._config.max_batch_tokens - concurrency, 1.0)
-            chunk = min(most, max(phase.prefill_tokens, phase.prompt, 1.0))
-            mixed = prefill / chunk
+            chunk = min(most, max(phase.prefill_tokens, 1.0))
+            if phase.arriving_s:  # a step computes what came during the one before
+                chunk = min(most, max(phase.prompt, phase.arriving_s * decode_s))
             # Those that wait for their prompts to be computed do not decode yet.
             mixed_s = self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, chunk))
+            if phase.arriving_s * mixed_s > 1.2 * chunk:
+                chunk = min(most, phase.arriving_s * mixed_s)
+                mixed_s = self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, chunk))
+            mixed = prefill / chunk
         seconds = mixed * mixed_s + max(steps - mixed, 0.0) * decode_s
         total = max(steps, mixed, 1e-9)
         return Time(

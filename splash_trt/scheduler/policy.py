@@ -190,7 +190,7 @@ class CostPolicy:
         self._missed += since_s * max(1 - best.costs[0] / max(here.costs[0], 1e-9), 0.0) if self._agreed > 1 else 0.0
         ahead = max(comparison.ahead_s, 1e-9)
         way_back = RETURN_CHANCE * (best.back_cost_s + RETURN_LOSS * best.back_s)
-        needed = self._doubt.factor * (HYSTERESIS * ahead + way_back)
+        needed = self._doubt.factor * (HYSTERESIS * max(ahead, best.switch.seconds) + way_back)
         name = best.layout.name.lower()
         if best.gain_s + self._missed < needed:
             return f"{name} would save {best.gain_s:.3g} s, less than the {needed - self._missed:.3g} s to be sure of"
