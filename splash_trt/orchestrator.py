@@ -124,7 +124,11 @@ class Orchestrator:
                 raise ValueError("layout: 'auto' is not possible, this deployment was started with one layout")
             self._auto = True
             return
-        self.scheduler.switch(Layout.parse(name), "an operator asked for it")
+        layout = Layout.parse(name)
+        if layout is self.scheduler.layout:
+            self.scheduler.abort_switch("an operator asked to stay")
+        else:
+            self.scheduler.switch(layout, "an operator asked for it")
         self._auto = self._auto and not pin
 
     def explain(self) -> dict[str, object]:

@@ -214,8 +214,8 @@ class Comparer:
         else:
             rows = np.bincount(load.home, load.held, n)
             moved = transition.traffic(source, target, rows, sizes)
-            compacted = transition.compacted_pages(source, target, load.held_pages, sizes)
-            if Layout.DOP in self._room and transition.needs_way_station(source, target, load.held_pages, sizes):
+            compacted = transition.compacted_pages(source, target, load.used_pages, sizes)
+            if Layout.DOP in self._room and transition.needs_way_station(source, target, load.used_pages, sizes):
                 route = (Layout.DOP, target)
         if source is target and not moved.busiest:
             return Switch(route=route, bytes=0.0, steps=0, seconds=0.0, cost_s=0.0)

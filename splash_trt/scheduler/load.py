@@ -36,8 +36,8 @@ class Load:
     waiting_left: float
     """Expected output of one of them."""
     arriving: Arriving
-    held_pages: np.ndarray
-    """[N] pages that ranks hold, those that are leaving not counted."""
+    used_pages: np.ndarray
+    """[N] pages that ranks hold, those that are leaving not counted, and those kept for requests that run."""
     budget_bytes: int
     """What a rank may send or receive for a switch in one step, to begin with."""
 

@@ -30,7 +30,7 @@ from splash_trt.layout.switch import Goal
 from splash_trt.migration.diff import Sizes
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import FinishReason, Request, TokenDelta
-from splash_trt.scheduler.admission import ExpectedOutput, RankLoads, place
+from splash_trt.scheduler.admission import ExpectedOutput, RankLoads, place, reserve
 from splash_trt.scheduler.forecast import Outlook
 from splash_trt.scheduler.growth import Growth
 from splash_trt.scheduler.ledger import Ledger
@@ -188,7 +188,7 @@ class Scheduler:
             waiting_prompts=waiting,
             waiting_left=self.outlook.lengths.mean(waiting),
             arriving=self.outlook.arrivals.rates(now),
-            held_pages=self.directory.live_pages(),
+            used_pages=self.directory.live_pages() + reserve(self._ledger.running_at),
             budget_bytes=self._config.migration_bytes,
         )
 

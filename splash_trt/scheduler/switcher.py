@@ -25,6 +25,7 @@ from splash_trt.scheduler.admission import reserve
 from splash_trt.scheduler.ledger import Ledger
 from splash_trt.scheduler.meter import Meter
 from splash_trt.scheduler.movement import Movement
+from splash_trt.scheduler.transition import needs_way_station
 
 KEPT_RECORDS = 1000
 
@@ -207,14 +208,13 @@ class Switcher:
 
     def _begin(self, goal: Goal, sent: int, now: float) -> None:
         """Start towards `goal`, by way of DOP where the heads that come in need room that replicas take."""
-        here, there = SPECS[self.layout], SPECS[goal.layout]
-        narrow = there.residency is Residency.FULL and here.placement is PlacementKind.REPLICATED
-        if narrow and Layout.DOP in self._config.allowed_layouts:
-            used = self._ledger.directory.live_pages() + reserve(self._ledger.running_at)
-            if (used > np.array(self._sizes.pages[Residency.FULL])).any():
-                self._route.appendleft(goal)
-                goal = Goal(layout=Layout.DOP, why=f"{goal.why} (first make room for all heads)")
-                there = SPECS[goal.layout]
+        used = self._ledger.directory.live_pages() + reserve(self._ledger.running_at)
+        if Layout.DOP in self._config.allowed_layouts and needs_way_station(
+            self.layout, goal.layout, used, self._sizes
+        ):
+            self._route.appendleft(goal)
+            goal = Goal(layout=Layout.DOP, why=f"{goal.why} (first make room for all heads)")
+        there = SPECS[goal.layout]
         self._goal = goal
         self._attempt += 1
         self._deadline = now + self._config.switch_deadline_s

@@ -86,12 +86,13 @@ def compacted_pages(source: Layout, target: Layout, held_pages: np.ndarray, size
     return int(np.ceil(held_pages * (before - after) / np.maximum(before, 1)).max())
 
 
-def needs_way_station(source: Layout, target: Layout, held_pages: np.ndarray, sizes: Sizes) -> bool:
-    """Whether heads find no room beside the replicas, so that these are forgotten first, in DOP."""
+def needs_way_station(source: Layout, target: Layout, used_pages: np.ndarray, sizes: Sizes) -> bool:
+    """Whether heads find no room beside the replicas, so that these are forgotten first, in DOP. used_pages [N]: held,
+    and kept for those that run."""
     here, there = SPECS[source], SPECS[target]
     if here.placement is not PlacementKind.REPLICATED or there.residency is not Residency.FULL:
         return False
-    return bool((held_pages > np.array(sizes.pages[Residency.FULL])).any())
+    return bool((used_pages > np.array(sizes.pages[Residency.FULL])).any())
 
 
 def steps_for(num_bytes: float, budget_bytes: int, ceiling_bytes: int) -> int:

@@ -57,7 +57,7 @@ def load(layout: Layout = Layout.TP, running: int = 1, context: int = 2000, **ch
         waiting_prompts=np.zeros(0, np.int64),
         waiting_left=500.0,
         arriving=NOTHING,
-        held_pages=np.full(N, pages if replicated else pages // N),
+        used_pages=np.full(N, pages if replicated else pages // N),
         budget_bytes=CONFIG.migration_bytes,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
