@@ -139,13 +139,9 @@ class EngineClient:
         return self._connected and self.ready is not None
 
     @property
-    def num_unstarted(self) -> int:
-        """Requests that wait for their first token. Counts what was sent a moment ago, as the status does not."""
-        return self._num_unstarted
-
-    @property
     def num_queued(self) -> int:
-        """Requests that wait for their first token, other frontends' that have no cache yet among them."""
+        """Requests that wait for their first token, what was sent a moment ago included, and other frontends' that have
+        no cache yet."""
         waiting = 0 if self.status is None else self.status.waiting
         return max(self._num_unstarted, waiting)
 
