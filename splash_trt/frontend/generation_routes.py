@@ -130,7 +130,7 @@ class GenerationRoutes:
 
         def new(prompt: Prompt) -> Answer:
             echo = Echo(prompt, body.logprobs, alone) if body.echo else None
-            return Answer(self._detokenizer(body), _scanner(body), echo=echo)
+            return Answer(self._detokenizer(body), _scanner(body), echo=echo, min_tokens=body.min_tokens or 0)
 
         return new
 
@@ -145,6 +145,7 @@ class GenerationRoutes:
                 reader=self._reader(body, form, text),
                 max_calls=max_calls,
                 calls_are_stops=body.forced_function is not None,
+                min_tokens=body.min_tokens or 0,
             )
 
         return new

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -25,19 +25,30 @@ class StopScanner:
         self._first_characters = {stop[0] for stop in stops}
         self._longest = max(map(len, stops), default=0)
         self._held = ""
+        self._num_exempt = 0
+        """Characters of `_held` in which no stop string may end."""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that no stop string can begin in any more, whether one was found). Nothing may come after a find."""
+    def push(self, text: str, exempt: bool = False) -> tuple[str, bool]:
+        """(text that no stop string can begin in any more, whether one was found). Nothing may come after a find.
+
+        exempt: a stop string may begin in this text but not end in it.
+        """
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        begin = len(text) if exempt else self._num_exempt
+        found = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, begin + 1 - len(stop)))) >= 0
+        ]
         if found:
             self._held = ""
             end, start = min(found)
             return text[: end if self._keep else start], True
         cut = self._first_possible_start(text)
         self._held = text[cut:]
+        self._num_exempt = max(0, begin - cut)
         return text[:cut], False
 
     def flush(self) -> str:
@@ -111,17 +122,24 @@ class Answer:
         max_calls: int | None = None,
         calls_are_stops: bool = False,
         echo: Echo | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """calls_are_stops: an answer with calls ends with "stop" as one without does, not with "tool_calls"."""
+        """calls_are_stops: an answer with calls ends with "stop" as one without does, not with "tool_calls".
+
+        min_tokens: no stop string ends in the text of so many tokens, as vLLM has it.
+        """
         self._detokenizer = detokenizer
         self._scanner = scanner
         self._reader = reader
         self._max_calls = max_calls
         self._calls_are_stops = calls_are_stops
         self._echo = echo
+        self._min_tokens = min_tokens
         self._piece = Piece()
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_characters = 0
+        self._num_shown = 0
+        """Of these, those that no stop string has cut off and that are not held back."""
         self._num_calls = 0
         self.num_tokens = 0
         self.finish: str | None = None
@@ -167,6 +185,7 @@ class Answer:
             if self._detokenizer is not None:
                 text = self._detokenizer.push(token)
                 self._num_characters += len(text)
+                self._num_shown += len(text)
                 self._piece.text += text
         self._echo = None
         if echo.alone:
@@ -179,15 +198,20 @@ class Answer:
         if not text:
             return False
         self._num_characters += len(text)
-        shown, found = self._scanner.push(text)
+        shown, found = self._scanner.push(text, exempt=self.num_tokens <= self._min_tokens)
         self._sort(shown)
         if found:
+            # Tokens that are cut off, wholly or in part, stand at the text's end.
+            self._piece.logprobs = [
+                replace(known, offset=min(known.offset, self._num_shown)) for known in self._piece.logprobs
+            ]
             self._finish("stop")
         return found
 
     def _sort(self, text: str) -> None:
         if not text:
             return
+        self._num_shown += len(text)
         if self._reader is None:
             self._piece.text += text
         else:

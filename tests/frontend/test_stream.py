@@ -49,6 +49,42 @@ def test_text_is_held_back_only_while_it_could_begin_a_stop_string() -> None:
     ]
 
 
+@RUNS
+@given(st.lists(st.text("abc\u20ac", max_size=4), max_size=8), STOPS, st.integers(0, 8))
+def test_no_stop_string_ends_in_exempt_text(pieces: list[str], stops: tuple[str, ...], num_exempt: int) -> None:
+    begin, text = len("".join(pieces[:num_exempt])), "".join(pieces)
+    ends = [e for e in range(begin + 1, len(text) + 1) if any(text[:e].endswith(stop) for stop in stops)]
+    wanted = text
+    if ends:
+        wanted = text[: ends[0] - max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))]
+    scanner, shown, found = StopScanner(stops), "", False
+    for number, piece in enumerate(pieces):
+        more, found = scanner.push(piece, exempt=number < num_exempt)
+        shown += more
+        assert wanted.startswith(shown)
+        if found:
+            break
+    assert found == bool(ends)
+    assert shown + ("" if found else scanner.flush()) == wanted
+
+
+def test_min_tokens_hold_stop_strings_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a|b|c")
+    assert len(ids) == 5
+    for min_tokens, stop, text in ((0, "|", "a"), (1, "|", "a"), (2, "|", "a|b"), (2, "|b", "a"), (3, "|b", "a|b|c")):
+        answer = Answer(tokenizer.detokenizer(), StopScanner((stop,)), min_tokens=min_tokens)
+        shown = ""
+        for token in ids:
+            answer.add(TokenDelta("a", (token,)))
+            shown += answer.take().text
+            if answer.finish is not None:
+                break
+        else:
+            answer.add(TokenDelta("a", (), finish=FinishReason.LENGTH))
+            shown += answer.take().text
+        assert (shown, answer.finish) == (text, "length" if text == "a|b|c" else "stop")
+
+
 def answer_to(tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> Answer:
     return Answer(tokenizer.detokenizer(), StopScanner(stops))
 
@@ -81,7 +117,7 @@ def test_a_stop_string_ends_within_a_delta(tokenizer: Tokenizer) -> None:
     answer.add(TokenDelta("a", tuple(ids), logprobs))
     piece = answer.take()
     assert (piece.text, piece.finish, piece.tokens) == ("a|", "stop", ids[:4])
-    assert answer.num_tokens == 4 and [shown.offset for shown in piece.logprobs] == [0, 1, 2, 3]
+    assert answer.num_tokens == 4 and [shown.offset for shown in piece.logprobs] == [0, 1, 2, 2]
 
 
 def test_what_was_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
