@@ -59,7 +59,7 @@ class Metrics:
         self._restarts = Counter("splash_engine_restarts", "Engines that took another's place", registry=registry)
 
     def _request_counters(self, registry: CollectorRegistry) -> None:
-        help_text = "Prompt tokens of requests that got their first token"
+        help_text = "Prompt tokens of what was answered; a prompt counts once, whatever n is"
         self._prompt_tokens = Counter("splash_prompt_tokens", help_text, registry=registry)
         self._output_tokens = Total("splash_output_tokens", "Tokens sent to clients")
         registry.register(self._output_tokens)
@@ -138,7 +138,7 @@ class RequestMeter:
         self._metrics = metrics
         self._span = metrics._spans.current()
         self._num_prompt = num_prompt
-        self._same_prompt = same_prompt
+        self._num_own_prompt = 0 if same_prompt else num_prompt
         self._num_tokens = 0
         self._began = time.monotonic()
         self._queued_s: float | None = None
@@ -160,7 +160,7 @@ class RequestMeter:
             return False
         self._first = self._last = now
         self._span.first_token()
-        metrics._prompt_tokens.inc(self._num_prompt)
+        metrics._prompt_tokens.inc(self._num_own_prompt)
         metrics._ttft_s.observe(now - self._began)
         if queued_s is not None:
             self._queued_s = queued_s
@@ -172,13 +172,16 @@ class RequestMeter:
         """The request ended: "stop", "length", "cancelled", "error". Call it once."""
         metrics, now = self._metrics, time.monotonic()
         metrics._requests.labels(reason).inc()
-        self._span.answered(0 if self._same_prompt else self._num_prompt, self._num_tokens, reason)
-        if self._first is None or reason in (FinishReason.CANCELLED.value, FinishReason.ERROR.value):
+        self._span.answered(self._num_own_prompt, self._num_tokens, reason)
+        if reason in (FinishReason.CANCELLED.value, FinishReason.ERROR.value):
             return
         metrics._request_s.observe(now - self._began)
-        metrics._decode_s.observe(now - self._first)
         metrics._prompt_length.observe(self._num_prompt)
         metrics._output_length.observe(self._num_tokens)
+        if self._first is None:  # only its prompt was asked for
+            metrics._prompt_tokens.inc(self._num_own_prompt)
+            return
+        metrics._decode_s.observe(now - self._first)
         if self._queued_s is not None:
             metrics._inference_s.observe(max(0.0, now - self._began - self._queued_s))
         if self._num_tokens > 1:

@@ -132,6 +132,23 @@ def test_metrics(server: FrontendProcess, engine: FakeEngine) -> None:
     assert seen["splash_layout", labelled(layout=engine.layout, mode="auto")] == 1
 
 
+def test_metrics_count_a_prompt_once(server: FrontendProcess) -> None:
+    """As usage does, and also where the prompt is all that was asked for."""
+    for body, num_requests, num_output in (
+        ({"prompt": [7, 8, 9], "max_tokens": 2, "n": 3}, 3, 6),
+        ({"prompt": [7, 8, 9], "max_tokens": 0, "echo": True}, 1, 0),
+    ):
+        before = metrics(server)
+        usage = server.ask("POST", "/v1/completions", body).json["usage"]
+        seen = metrics(server)
+        grew = {name: value - before.get((name, labels), 0) for (name, labels), value in seen.items() if not labels}
+        assert grew["splash_prompt_tokens_total"] == usage["prompt_tokens"] == 3
+        assert grew["splash_output_tokens_total"] == usage["completion_tokens"] == num_output
+        for name in ("splash_request_seconds", "splash_request_prompt_tokens", "splash_request_output_tokens"):
+            assert grew[f"{name}_count"] == num_requests
+        assert grew["splash_request_prompt_tokens_sum"] == 3 * num_requests
+
+
 def test_link_garbage_and_frames_of_another_engine(address: str) -> None:
     engine = FakeEngine(address, ready_message(400))
     engine.start()
