@@ -80,7 +80,7 @@ ROUTES = (
     Route("post", "/detokenize", "The text of token ids", Detokenized, DetokenizeBody, errors=ASKING),
     Route(
         "get", "/v1/layout", "The attention layout and what each would hold", LayoutAnswer,
-        errors=(400, 500, 503, 504), parameters=(_EXPLAIN,),
+        errors=(400, 500, 503), parameters=(_EXPLAIN,),
     ),
     Route(
         "post", "/v1/layout", "Go to a layout, or let it follow the load", LayoutAccepted, LayoutBody,

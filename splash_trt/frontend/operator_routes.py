@@ -17,7 +17,7 @@ from splash_trt.link import Status
 from splash_trt.version import __version__
 
 LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
-EXPLAIN_REPLY_S = 2.0
+EXPLAIN_REPLY_S = 10.0
 JSON = "application/json"
 YES, NO = ("1", "true"), ("0", "false")
 
@@ -56,8 +56,10 @@ class LayoutAnswer(msgspec.Struct, frozen=True):
     """Those that this deployment may use."""
     num_ranks: int
     capacity: dict[str, Capacity]
-    explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    """What the policy saw, compared and decided; with ?explain=1."""
+    explain: dict[str, Any] | None | msgspec.UnsetType = msgspec.UNSET
+    """What the policy saw, compared and decided; with ?explain=1. null: the engine did not say so in time."""
+    explain_error: str | msgspec.UnsetType = msgspec.UNSET
+    """Why `explain` is null."""
 
 
 class LayoutAccepted(msgspec.Struct, frozen=True):
@@ -118,9 +120,13 @@ class OperatorRoutes:
         engine = self._serving.engine
         explains = _flag(http, "explain")
         ready, status = self._serving.ready(), engine.status
-        explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+        explain: dict[str, Any] | None | msgspec.UnsetType = msgspec.UNSET
+        explain_error: str | msgspec.UnsetType = msgspec.UNSET
         if explains:
-            explain = (await _within(EXPLAIN_REPLY_S, engine.explain())).report
+            try:
+                explain = (await asyncio.wait_for(engine.explain(), EXPLAIN_REPLY_S)).report
+            except asyncio.TimeoutError:  # steps are long when there is much to do, and the rest is known all the same
+                explain, explain_error = None, _silent(EXPLAIN_REPLY_S)
         return json_response(
             LayoutAnswer(
                 layout=None if status is None else status.layout,
@@ -132,6 +138,7 @@ class OperatorRoutes:
                     name: Capacity(room.per_rank, room.total, room.request) for name, room in ready.capacity.items()
                 },
                 explain=explain,
+                explain_error=explain_error,
             )
         )
 
@@ -189,5 +196,8 @@ async def _within(seconds: float, reply: Coroutine[Any, Any, Reply]) -> Reply:
     try:
         return await asyncio.wait_for(reply, seconds)
     except asyncio.TimeoutError:
-        message = f"the engine did not answer within {seconds:g} s"
-        raise ApiError(message, status=504, code="engine_silent") from None
+        raise ApiError(_silent(seconds), status=504, code="engine_silent") from None
+
+
+def _silent(seconds: float) -> str:
+    return f"the engine did not answer within {seconds:g} s"

@@ -2,6 +2,7 @@
 
 const KEY = "splash-trt-key";
 const DEADLINE_MS = 8000;
+const EXPLAIN_MS = 2000;
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -17,7 +18,7 @@ export const key = {
 };
 
 /** The answer's JSON. Refused: the server said no; any other error: it was not reached. */
-export async function ask(path, body) {
+export async function ask(path, body, deadline = DEADLINE_MS) {
   const headers = {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   if (body) headers["Content-Type"] = "application/json";
@@ -27,7 +28,7 @@ export async function ask(path, body) {
     body: body ? JSON.stringify(body) : undefined,
     cache: "no-store",
     credentials: "omit",
-    signal: AbortSignal.timeout(DEADLINE_MS),
+    signal: AbortSignal.timeout(deadline),
   });
   const answer = await response.json().catch(() => null);
   if (!response.ok) throw new Refused(response.status, answer?.error?.message ?? `the server answered ${response.status}`);
@@ -35,12 +36,12 @@ export async function ask(path, body) {
   return answer;
 }
 
-/** Layout and why. An engine in a long step cannot say why, and the rest is worth having all the same. */
+/** Layout and why. An engine in a long step cannot say why, and the rest is worth having at once. */
 export async function askLayout() {
   try {
-    return await ask("v1/layout?explain=1");
+    return await ask("v1/layout?explain=1", null, EXPLAIN_MS);
   } catch (error) {
-    if (error.status !== 504) throw error;
+    if (error.name !== "TimeoutError") throw error;
     return ask("v1/layout");
   }
 }
