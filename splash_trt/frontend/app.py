@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -17,7 +16,8 @@ from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.generation_routes import GenerationRoutes
 from splash_trt.frontend.openapi import OpenApiRoutes
 from splash_trt.frontend.operator_routes import OperatorRoutes
-from splash_trt.frontend.serving import Serving, clients_id
+from splash_trt.frontend.refusals import id_of, refusal, refusal_of_aiohttp
+from splash_trt.frontend.serving import Serving
 from splash_trt.frontend.text_routes import TextRoutes
 from splash_trt.observe.log import event
 
@@ -81,18 +81,16 @@ class Frontend:
             # Neither its message nor its field, which may be what the client sent.
             about = {"status": error.status, "code": error.code}
             event(log, logging.DEBUG, "refused", method=request.method, path=request.path[:100], **about)
-            response = _error_response(request, error)
+            response = refusal(request, error)
         except web.HTTPException as error:  # of aiohttp's own: no such route or method
-            response = _error_response(
-                request, ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status), error
-            )
+            response = refusal_of_aiohttp(request, error)
         except RecursionError:  # what could just be read may still be too deep for a template or a grammar
-            response = _error_response(request, ApiError("body: the JSON is nested too deeply", param="body"))
+            response = refusal(request, ApiError("body: the JSON is nested too deeply", param="body"))
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            response = _error_response(request, ApiError("the server failed; its log says why", status=500))
+            response = refusal(request, ApiError("the server failed; its log says why", status=500))
         if not response.prepared and "X-Request-Id" not in response.headers:
-            response.headers["X-Request-Id"] = _id_of(request)
+            response.headers["X-Request-Id"] = id_of(request)
         resource = request.match_info.route.resource
         self._serving.metrics.on_response(resource.canonical if resource else "other", response.status)
         return response
@@ -110,20 +108,3 @@ class Frontend:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _id_of(request: web.Request) -> str:
-    return clients_id(request) or uuid.uuid4().hex
-
-
-def _error_response(
-    request: web.Request, error: ApiError, from_aiohttp: web.HTTPException | None = None
-) -> web.Response:
-    headers = {"X-Request-Id": _id_of(request)}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if from_aiohttp is not None and "Allow" in from_aiohttp.headers:
-        headers["Allow"] = from_aiohttp.headers["Allow"]
-    return web.Response(body=error.body(), status=error.status, content_type="application/json", headers=headers)

@@ -14,6 +14,9 @@ from splash_trt.frontend.protocol import MAX_TOOLS, Alternatives, Count, Functio
 RESERVED = ("messages", "tools", "add_generation_prompt")
 """Names that chat_template_kwargs may not give to a template, as they are given already."""
 
+NEED_CONTENT = ("system", "developer", "user")
+"""Roles whose messages say nothing without it."""
+
 
 class ContentPart(Part, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Text. Parts of other types have fields of their own, and are refused by their type (Message.for_template)."""
@@ -40,7 +43,7 @@ class ToolCall(Part, frozen=True, kw_only=True):
 class Message(Part, frozen=True, kw_only=True):
     """One message of a chat. The fields that must be null are those with which clients send an answer back."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -59,6 +62,9 @@ class Message(Part, frozen=True, kw_only=True):
         `number` is for the error's words.
         """
         field = f"messages[{number}]"
+        if self.content is None and self.role in NEED_CONTENT:
+            message = f"{field}.content: null is not allowed with the role {self.role}; it must be a text"
+            raise ApiError(message, param=f"{field}.content")
         if not isinstance(self.content, str):
             for part in self.content or ():
                 if part.type != "text" or part.text is None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web_protocol import RequestHandler
+
+from splash_trt.frontend.errors import ApiError
+from splash_trt.frontend.refusals import refusal, refusal_of_aiohttp
+
+log = logging.getLogger(__name__)
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_S = (0.02, 0.1, 0.5)
@@ -43,6 +50,29 @@ class HalfOpenHandler(RequestHandler):
         self.close()  # once the answers to what came are sent
         self._probe(0)
         return True
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """What cannot be read as a request, in the form of all other errors; it ends the connection."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun, so no error can be sent")
+        if isinstance(exc, ContentEncodingError):  # a known one, for which this Python lacks the means
+            status = web.HTTPUnsupportedMediaType.status_code
+            message = "Content-Encoding: it is not supported here; gzip and deflate are"
+        if status >= 500:
+            log.error("%s %s failed", request.method, request.path, exc_info=exc)
+            message = "the server failed; its log says why"
+        response = refusal(request, ApiError(" ".join((message or "this is no HTTP request").split()), status=status))
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # raised before our own handlers were asked
+            resp = refusal_of_aiohttp(request, resp)
+        return await super().finish_response(request, resp, start_time)
 
     def _probe(self, count: int) -> None:
         delay_s = PROBE_S[count] if count < len(PROBE_S) else LATER_PROBE_S

@@ -11,6 +11,10 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
+MAX_MESSAGE = 300
+"""Characters, of what may have the client's own words in it."""
+_MAX_END = 90
+
 
 class ErrorDetail(msgspec.Struct, frozen=True):
     """param: the field at fault."""
@@ -37,10 +41,13 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        """The middle of a long message is left out, unless the server is at fault."""
+        if len(message) > MAX_MESSAGE and status < 500:
+            message = f"{message[: MAX_MESSAGE - _MAX_END - 3]} … {message[-_MAX_END:]}"
         super().__init__(message)
         self.message = message
         self.status = status
-        self.param = param
+        self.param = param and param[: MAX_MESSAGE - _MAX_END]
         self.code = code
         self.retry_after_s = retry_after_s
 

@@ -18,8 +18,9 @@ from splash_trt.frontend.generation import Generation
 from splash_trt.frontend.protocol import CompletionBody, GenerationBody
 from splash_trt.frontend.reading import MessageReader, call_reader, markers
 from splash_trt.frontend.reasoning import ReasoningReader, closed, opens_thinking
+from splash_trt.frontend.refusals import clients_id
 from splash_trt.frontend.sampling import DEFAULT_MAX_TOKENS, choice_seed, request_of, sampling_of
-from splash_trt.frontend.serving import LONG_TEXT, Serving, clients_id
+from splash_trt.frontend.serving import LONG_TEXT, Serving
 from splash_trt.frontend.shapes import ChatShape, CompletionShape, Shape, Wanted
 from splash_trt.frontend.stream import Answer, Echo, StopScanner
 from splash_trt.frontend.structured import Form, form_of

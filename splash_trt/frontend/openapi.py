@@ -31,7 +31,7 @@ from splash_trt.version import __version__
 REF = "#/components/schemas/{name}"
 KEY = "apiKey"
 
-ASKING = (400, 404, 413, 503)
+ASKING = (400, 404, 413, 415, 503)
 """What any body can be refused with."""
 GENERATING = (*ASKING, 429, 500)
 REASONS = {
@@ -39,7 +39,7 @@ REASONS = {
     401: "The API key is missing or wrong",
     404: "No such model",
     413: "The body is too long",
-    415: "The Content-Type is not application/json",
+    415: "The Content-Type is not application/json where it must be, or the Content-Encoding is unknown",
     429: "Too many requests wait already; Retry-After says when to try again",
     500: "The engine failed",
     503: "The engine is not ready, or the server is shutting down",
@@ -84,7 +84,7 @@ ROUTES = (
     ),
     Route(
         "post", "/v1/layout", "Go to a layout, or let it follow the load", LayoutAccepted, LayoutBody,
-        errors=(*ASKING, 415, 500, 504),
+        errors=(*ASKING, 500, 504),
     ),
     Route("get", "/v1/switches", "The latest switches between layouts", Switches),
     Route("get", "/v1/timeline", "The last half hour by seconds", Timeline, errors=(400,), parameters=(_AFTER,)),

@@ -17,7 +17,7 @@ from splash_trt.link import Status
 from splash_trt.version import __version__
 
 LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
-EXPLAIN_REPLY_S = 10.0
+EXPLAIN_REPLY_S = 8.0  # below what clients wait, `splash-trt top` among them
 JSON = "application/json"
 YES, NO = ("1", "true"), ("0", "false")
 

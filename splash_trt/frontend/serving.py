@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +21,8 @@ from splash_trt.link import Ready
 
 LONG_TEXT = 2000  # characters; more than that is tokenised beside the event loop
 RETRY_AFTER_S = 1
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+ENCODINGS = ("identity", "gzip", "deflate", "br", "zstd")
+"""Of bodies; the last two where Python has what it takes."""
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -60,14 +60,19 @@ class Serving:
     async def body(self, http: web.Request, kind: type[Body]) -> Body:
         """ApiError (4xx) for what is no such body."""
         most = self.limits.max_body_bytes
+        encoding = http.headers.get("Content-Encoding", "").strip().lower() or "identity"
+        if encoding not in ENCODINGS:
+            message = f"Content-Encoding: {encoding[:40]!r} is not allowed; it must be one of {', '.join(ENCODINGS)}"
+            raise ApiError(message, status=415, param="Content-Encoding", code="unsupported_encoding")
         try:
             if (http.content_length or 0) > most:
                 raise web.HTTPRequestEntityTooLarge(most, http.content_length or 0)
             data = await http.read()
         except web.HTTPRequestEntityTooLarge:
             raise ApiError(f"body: at most {most} bytes are allowed", status=413, param="body") from None
-        except web.RequestPayloadError as error:  # compressed, and cannot be decompressed
-            raise ApiError(f"body: {' '.join(str(error).split())}", param="body") from None
+        except web.RequestPayloadError as error:
+            what = " ".join(str(error).split()) if encoding == "identity" else f"not valid {encoding}"
+            raise ApiError(f"body: {what}", param="body") from None
         return decode(data, kind)
 
     def ready(self) -> Ready:
@@ -138,12 +143,6 @@ class Serving:
         if waiting + num_requests > most:
             message = f"{waiting} requests wait already, of {most} that may; try later"
             raise ApiError(message, status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
-
-
-def clients_id(http: web.Request) -> str | None:
-    """The X-Request-Id that the client gave; None if it gave none that can be sent back."""
-    given = http.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else None
 
 
 def json_response(body: object, status: int = 200) -> web.Response:

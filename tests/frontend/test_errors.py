@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import http.client
+import json
 import socket
 from typing import Any
 
@@ -99,6 +101,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
     ({"messages": [{"role": "user", "content": "long " * 5000}]}, "prompt"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [*USER, {"role": "user", "content": None}]}, "messages[1].content"),
+    ({"messages": [{"role": "system"}, *USER]}, "messages[0].content"),
     ({"messages": USER, "max_tokens": 0}, "max_tokens"),
     ({"messages": USER, "top_logprobs": 5}, "top_logprobs"),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -207,16 +212,53 @@ def test_body_of_50_megabytes(server: FrontendProcess, engine: FakeEngine) -> No
 def test_what_is_no_http(server: FrontendProcess) -> None:
     answer = server.ask("POST", COMPLETIONS, b"nonsense", **{"Content-Encoding": "gzip"})
     assert answer.status == 400 and answer.json["error"]["param"] == "body"
+    assert answer.json["error"]["message"] == "body: not valid gzip"
+    for encoding in ("colour", "gzip, gzip"):
+        answer = server.ask("POST", COMPLETIONS, {"prompt": [5]}, **{"Content-Encoding": encoding})
+        assert answer.status == 415 and answer.json["error"]["param"] == "Content-Encoding"
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     long_line = b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\n\r\n"
-    for data in (b"nonsense\r\n\r\n", post + b"Content-Length: -5\r\n\r\n", long_line):
+    for data, status in (
+        (b"nonsense\r\n\r\n", 400),
+        (post + b"Content-Length: -5\r\n\r\n", 400),
+        (post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n", 400),
+        (post + b"X: " + b"x" * 10_000 + b"\r\n\r\n", 400),
+        (long_line, 400),
+        (post + b"Expect: wonders\r\nContent-Length: 2\r\n\r\n{}", 417),
+    ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
             connection.sendall(data)
-            assert b" 400 " in connection.recv(4096)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert response.status == status and response.headers["X-Request-Id"], data[:100]
+            error = json.loads(response.read())["error"]
+            assert error["type"] == "invalid_request_error" and 0 < len(error["message"]) <= 300
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(post + b"Content-Length: 100\r\n\r\n{")  # and goes away
     assert server.ask("GET", "/healthz").status == 200
     assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_errors_do_not_repeat_all_that_was_sent(server: FrontendProcess) -> None:
+    long = "x" * 5000
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a", long: 1}),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": long}}),
+        (COMPLETIONS, {"prompt": "a", "model": long}),
+        (CHAT, {"messages": [{"role": long, "content": "x"}]}),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {long: long}, "colour" * 1000: 1}),
+        ("/v1/layout", {"layout": long}),
+        (f"/{long}", {}),
+    ):
+        refused = server.ask("POST", path, body)
+        assert refused.status in (400, 404) and len(refused.data) < 700
+        assert refused.json["error"]["message"].count("x") < 300
+
+
+def test_content_that_may_be_null(server: FrontendProcess) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    assert server.ask("POST", CHAT, {"messages": asked, "max_tokens": 1}).status == 200
 
 
 def test_neutral_values_that_clients_send_unasked(server: FrontendProcess) -> None:

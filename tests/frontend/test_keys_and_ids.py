@@ -145,7 +145,7 @@ def test_explain(server: FrontendProcess, engine: FakeEngine) -> None:
         assert silent.status == 200 and silent.json == {
             **{field: value for field, value in about.items() if field != "explain"},
             "explain": None,
-            "explain_error": "the engine did not answer within 10 s",
+            "explain_error": "the engine did not answer within 8 s",
         }
     finally:
         engine.silent_to_explain = False
