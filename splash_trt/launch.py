@@ -18,6 +18,8 @@ from splash_trt import environment
 if TYPE_CHECKING:
     from splash_trt.dist.world import World
 
+TERMINATE_S = 4.0
+
 
 def mpirun_command(num_ranks: int, argv: Sequence[str]) -> list[str]:
     """The command line that runs `argv` as `num_ranks` ranks on this host; run it with `environment.for_mpirun()`.
@@ -68,6 +70,18 @@ def run_under_mpi(
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else world_mpi.EXIT_ERROR
         ranks.end_all(error, code or world_mpi.EXIT_ERROR)
     sys.exit(0)
+
+
+def end_mpirun(mpirun: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Wait for mpirun to end by itself, then make it: told to, it ends its ranks within two seconds."""
+    for stop, wait_s in ((None, patience_s), (mpirun.terminate, TERMINATE_S), (mpirun.kill, TERMINATE_S)):
+        if stop is not None:
+            stop()
+        try:
+            mpirun.wait(wait_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def _find_mpirun() -> str:

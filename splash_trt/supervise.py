@@ -22,7 +22,7 @@ from splash_trt import environment, link
 from splash_trt.dist.watchdog import last_words
 from splash_trt.frontend.main import EXIT_FAILED
 from splash_trt.frontends import Frontends, how_it_ended
-from splash_trt.launch import mpirun_command
+from splash_trt.launch import end_mpirun, mpirun_command
 from splash_trt.lifeline import Lifeline
 from splash_trt.observe import log as logs
 from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options
@@ -30,7 +30,6 @@ from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options
 POLL_S = 0.1
 RANKS_END_S = 8.0
 MPIRUN_END_S = 2.0
-TERMINATE_S = 4.0
 LAST_WORDS_S = 3.0  # for the frontends to notice that the engine is gone, and to tell their clients
 LINGER_MS = 1000
 
@@ -79,7 +78,7 @@ def supervise(options: ServeOptions) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.default_int_handler)
             try:
-                _end(ranks, patience_s)
+                end_mpirun(ranks, patience_s)
             finally:
                 frontends.close()
                 lifeline.close()
@@ -110,15 +109,3 @@ def _end_engine(address: str) -> None:
     socket.send(link.encode(link.Shutdown(drain=False)))
     socket.close()
     context.term()
-
-
-def _end(ranks: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Wait for mpirun to end by itself, then make it: told to, it ends its ranks within two seconds."""
-    for stop, wait_s in ((None, patience_s), (ranks.terminate, TERMINATE_S), (ranks.kill, TERMINATE_S)):
-        if stop is not None:
-            stop()
-        try:
-            ranks.wait(wait_s)
-            return
-        except subprocess.TimeoutExpired:
-            continue

@@ -1,26 +1,48 @@
-"""`splash-trt calibrate`: starts ranks as `serve` does, and keeps what was found beside the engine."""
+"""`splash-trt calibrate`: starts ranks as `serve` does, and keeps what was found beside the engine.
+
+Exit codes: 0; 130 after SIGINT and 143 after SIGTERM, with mpirun and its ranks ended; 2 for what a user got wrong;
+mpirun's own (that of the rank that died first) or 1 after anything else. The ranks notice a killed command by their
+lifelines.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import click
 
 from splash_engines.open import Engine, open_engine
-from splash_trt import environment
+from splash_trt import environment, lifeline
 from splash_trt.calibrate.run import Calibration, calibrate, report
+from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import ThreadWorld, World
-from splash_trt.launch import mpirun_command, run_under_mpi
+from splash_trt.frontends import how_it_ended
+from splash_trt.launch import end_mpirun, mpirun_command, run_under_mpi
 from splash_trt.options import or_fail
 from splash_trt.scheduler.devices import calibration_file, save_device
 
 STEP_DEADLINE_S = 300.0
+POLL_S = 0.1
+EXIT_FAILED = 1
+FOLDER_PREFIX = "splash-trt-"
 
 
-def calibrate_engine(folder: Path, ranks: int | None, out: Path | None, minutes: float, dtype: str | None) -> None:
-    """The command (splash_trt/commands/calibrate.py), by its options."""
+def calibrate_engine(
+    folder: Path,
+    ranks: int | None,
+    out: Path | None,
+    minutes: float,
+    dtype: str | None,
+    lifeline_path: Path | None,
+) -> None:
+    """The command (splash_trt/commands/calibrate.py), by its options. lifeline_path: on a rank that `_start` began."""
+    if lifeline_path is not None:
+        lifeline.hold(lifeline_path, f"rank {environment.mpi_rank()}")
     engine = or_fail(lambda: open_engine(folder))
     ranks = ranks or environment.mpi_size()
     path = out or calibration_file(folder, ranks)
@@ -52,10 +74,32 @@ def _check(path: Path, ranks: int) -> None:
 
 def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | None) -> int:
     """Run this command as the ranks of an mpirun; its exit code."""
-    argv = [sys.executable, "-m", "splash_trt", "calibrate", "--engine", str(engine.folder)]
-    argv += ["--out", str(path), "--minutes", str(minutes), *(["--dtype", dtype] if dtype else [])]
-    command = or_fail(lambda: mpirun_command(ranks, argv))
-    return subprocess.run(command, stdin=subprocess.DEVNULL, env=environment.for_mpirun()).returncode
+    told: list[int] = []
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+        line_path = Path(folder) / "lifeline"
+        argv = [sys.executable, "-m", "splash_trt", "calibrate", "--engine", str(engine.folder), "--out", str(path)]
+        argv += ["--minutes", str(minutes), "--lifeline", str(line_path), *(["--dtype", dtype] if dtype else [])]
+        command = or_fail(lambda: mpirun_command(ranks, argv))
+        line = lifeline.Lifeline(line_path)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: told.append(number))
+        # A session of its own: Ctrl-C reaches this process only, which ends the ranks and waits for them.
+        mpirun = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment.for_mpirun(), start_new_session=True
+        )
+        try:
+            while not told and mpirun.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    mpirun.wait(POLL_S)
+        finally:
+            end_mpirun(mpirun, 0.0)
+            line.close()
+    if told:
+        return 128 + told[0]
+    if mpirun.returncode < 0:
+        last_words(f"splash-trt: mpirun {how_it_ended(mpirun.returncode)}")
+        return EXIT_FAILED
+    return mpirun.returncode
 
 
 def _keep(result: Calibration, path: Path) -> None:

@@ -7,18 +7,25 @@ from pathlib import Path
 import click
 
 from splash_trt.config import DTYPES
+from splash_trt.options import FiniteRange
 
 
 @click.command("calibrate")
 @click.option("--engine", "folder", type=click.Path(path_type=Path), required=True, help="Engine folder.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: device-RANKS.json in the engine's folder.")
-@click.option("--minutes", type=click.FloatRange(min=0.05), default=3.0, show_default=True, help="Time to measure for.")
+@click.option("--minutes", type=FiniteRange(min=0.05), default=3.0, show_default=True, help="Time to measure for.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
+@click.option("--lifeline", "lifeline_path", type=click.Path(path_type=Path), hidden=True)
 def calibrate_command(
-    folder: Path, ranks: int | None, out: Path | None, minutes: float, dtype: str | None
+    folder: Path,
+    ranks: int | None,
+    out: Path | None,
+    minutes: float,
+    dtype: str | None,
+    lifeline_path: Path | None,
 ) -> None:
     """Measure steps under every layout, and fit the description of this machine that the scheduler reckons with."""
     from splash_trt.calibrate.command import calibrate_engine
 
-    calibrate_engine(folder, ranks, out, minutes, dtype)
+    calibrate_engine(folder, ranks, out, minutes, dtype, lifeline_path)

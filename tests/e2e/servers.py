@@ -71,19 +71,17 @@ class Reply:
         return json.loads(self.data)
 
 
-class Server:
-    """A run with a folder of its own for temporary files, so that what it leaves there is its own."""
+class Run:
+    """A command with a folder of its own for temporary files, so that what it leaves there is its own."""
 
-    def __init__(self, mode: str, num_ranks: int, flags: Sequence[str]) -> None:
-        self.mode = mode
-        self.port = free_port()
+    def __init__(self, argv: Sequence[str]) -> None:
         # Not below pytest's own folder, whose path can be too long for a socket.
         self.folder = Path(tempfile.mkdtemp(prefix="splash-e2e-"))
         self._log = self.folder.with_suffix(".log")
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
-                command(mode, num_ranks, [*flags, "--port", str(self.port)]),
+                argv,
                 cwd=ROOT,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -95,12 +93,54 @@ class Server:
         self._shared: set[str] = set()
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def look(self) -> None:
+        """Remember every process of the run and the shared memory that they have mapped."""
+        top = psutil.Process(self.process.pid)
+        self._seen = [top, *top.children(recursive=True)]
+        for process in self._seen:
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            except (FileNotFoundError, ProcessLookupError):  # it has just ended
+                continue
+            paths = {line.split()[-1] for line in maps if SHARED in line and not line.endswith("(deleted)")}
+            self._shared |= {path for path in paths if os.path.exists(path)}
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes that were seen and have not ended; a zombie has, whoever has yet to ask for its exit code."""
+        self.process.poll()
+        return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def leftovers(self) -> list[str]:
+        """Files that the run should have removed."""
+        return [str(path) for path in self.folder.rglob("*")] + [path for path in self._shared if os.path.exists(path)]
+
+    def close(self) -> None:
+        """End what is left, and remove the folder."""
+        for process in self.alive():
+            process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in self._shared:
+            Path(path).unlink(missing_ok=True)
+        self._log.unlink()
+
+
+class Server(Run):
+    """A serving run."""
+
+    def __init__(self, mode: str, num_ranks: int, flags: Sequence[str]) -> None:
+        self.mode = mode
+        self.port = free_port()
+        super().__init__(command(mode, num_ranks, [*flags, "--port", str(self.port)]))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def ask(self, method: str, path: str, body: object = None, timeout_s: float = 60.0) -> Reply:
         """body: bytes as they are, anything else as JSON."""
@@ -125,15 +165,6 @@ class Server:
         self.look()
         return self
 
-    def look(self) -> None:
-        """Remember every process of the run and the shared memory that they have mapped."""
-        top = psutil.Process(self.process.pid)
-        self._seen = [top, *top.children(recursive=True)]
-        for process in self._seen:
-            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            paths = {line.split()[-1] for line in maps if SHARED in line and not line.endswith("(deleted)")}
-            self._shared |= {path for path in paths if os.path.exists(path)}
-
     def find(self, kind: str) -> psutil.Process:
         """kind: mpirun, supervisor, frontend, rank0, rank1 and so on."""
         return next(process for process in self._seen if self._kind(process) == kind)
@@ -146,27 +177,6 @@ class Server:
         if rank is not None:
             return f"rank{rank}"
         return "supervisor" if process.pid == self.process.pid and self.mode == "supervised" else "mpirun"
-
-    def alive(self) -> list[psutil.Process]:
-        """Processes that were seen and have not ended; a zombie has, whoever has yet to ask for its exit code."""
-        self.process.poll()
-        return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    def leftovers(self) -> list[str]:
-        """Files that the run should have removed."""
-        return [str(path) for path in self.folder.rglob("*")] + [path for path in self._shared if os.path.exists(path)]
-
-    def close(self) -> None:
-        """End what is left, and remove the folder."""
-        for process in self.alive():
-            process.kill()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for path in self._shared:
-            Path(path).unlink(missing_ok=True)
-        self._log.unlink()
 
 
 class StreamReader(threading.Thread):
