@@ -12,7 +12,7 @@ from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map
 from splash_trt.models.config import ModelConfig
 from splash_trt.weights.formats import row_bytes
-from splash_trt.weights.shards import align, others_block, own_block
+from splash_trt.weights.shards import align, own_block
 from splash_trt.weights.spec import Cut, tensor_specs
 
 KINDS = {
@@ -100,7 +100,7 @@ def weights_by_kind(model: ModelConfig, config: EngineConfig, rank: int) -> dict
     found: Counter[str] = Counter(dict.fromkeys(KINDS.values(), 0))
     for shard in own_block(*arguments).shards:
         found[KINDS[shard.spec.cut]] += align(shard.num_bytes)
-    return {**found, OTHERS: others_block(*arguments).num_bytes}
+    return {**found, OTHERS: memory_map(model, config, rank).others_bytes}
 
 
 def num_parameters(model: ModelConfig) -> int:

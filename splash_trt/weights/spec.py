@@ -8,8 +8,10 @@ block of each: that is what lets a switch bring the other ranks' heads with one 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from splash_trt.models.config import LayerKind, ModelConfig
 
@@ -36,14 +38,15 @@ class TensorSpec:
     """A matrix that may be stored as config.Formats says instead of in the engine's dtype."""
 
 
+@functools.lru_cache(maxsize=4096)
 def partition(total: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, int], ...]:
     """Cut range(total) into num_parts consecutive [begin, end) as evenly as multiples of `multiple` allow.
 
     Earlier parts are the larger ones: 20 heads on 3 ranks are 7 + 7 + 6. Parts may be empty.
     """
     units = -(-total // multiple)
-    sizes = [units // num_parts + (part < units % num_parts) for part in range(num_parts)]
-    ends = [min(total, multiple * sum(sizes[: part + 1])) for part in range(num_parts)]
+    sizes = (units // num_parts + (part < units % num_parts) for part in range(num_parts))
+    ends = [min(total, multiple * end) for end in accumulate(sizes)]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
