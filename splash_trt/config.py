@@ -119,8 +119,9 @@ class EngineConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{field}: {value!r} is not a whole number from {low} to {high}")
-        if self.max_context is not None and not (isinstance(self.max_context, int) and self.max_context >= 1):
-            raise ValueError(f"max_context: {self.max_context!r} is not a positive whole number of tokens")
+        if self.max_context is not None and not (isinstance(self.max_context, int) and self.max_context >= 2):
+            least = "from 2: one of the prompt and one of the output"
+            raise ValueError(f"max_context: {self.max_context!r} is not a whole number of tokens {least}")
         for field in ("step_deadline_s", "switch_deadline_s"):
             if not 0 < getattr(self, field) <= MAX_DEADLINE_S:
                 allowed = f"a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}"

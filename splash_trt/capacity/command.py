@@ -13,7 +13,7 @@ from splash_trt.capacity.report import Case, Lengths, case, num_parameters
 from splash_trt.capacity.table import format_assumptions, format_case, format_count
 from splash_trt.config import DTYPES, FORMATS, EngineConfig, Formats
 from splash_trt.models.planning import load_for_planning
-from splash_trt.options import Size, or_fail
+from splash_trt.options import FiniteRange, Size, or_fail
 from splash_trt.scheduler.device import Device
 from splash_trt.scheduler.devices import load_device
 
@@ -60,7 +60,7 @@ class LengthsOption(click.ParamType):
 @click.option("--device", help="A built-in device or a JSON file; its memory, times --memory-share, is the arena.")
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
 @click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
-@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True),
+@click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--dtype", type=click.Choice([*ALIASES, *DTYPES]), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip

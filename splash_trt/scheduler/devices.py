@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import reprlib
 import tempfile
 import time
 from dataclasses import asdict, fields
@@ -24,6 +25,12 @@ _REQUIRED = (
 )  # fmt: skip
 _POSITIVE = ("memory_bytes_s", "link_bytes_s", "operation_s", "step_s", "collective_s")
 _NOT_NEGATIVE = ("memory_bytes", "collective_hop_s", "expert_s")
+
+# Far above what any device has, and low enough that no sum or product of a cost model's overflows.
+_MOST = 1e30
+_MOST_SECONDS = 1e3
+_MOST_FACTOR = 1e6
+_MOST_RANKS = 1 << 20
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -171,7 +178,7 @@ def load_device(name_or_path: str | Path) -> Device:
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"device: {path} is no JSON: {error}; calibrate again to replace it") from error
     return parse_device(value, str(path))
 
@@ -189,18 +196,20 @@ def parse_device(value: object, where: str) -> Device:
     _check_text(value, where)
     for name in (*_POSITIVE, *_NOT_NEGATIVE):
         if name in value:
-            _check_number(value[name], f"device: {where}: {name}", zero=name in _NOT_NEGATIVE)
+            most = _MOST_SECONDS if name.endswith("_s") and not name.endswith("bytes_s") else _MOST
+            _check_number(value[name], f"device: {where}: {name}", zero=name in _NOT_NEGATIVE, most=most)
     if not isinstance(value["memory_bytes"], int):
         raise ValueError(f"device: {where}: memory_bytes: {value['memory_bytes']!r} is no whole number of bytes")
     ranks = value.get("concurrent_ranks")
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-        raise ValueError(f"device: {where}: concurrent_ranks: {ranks!r} is neither null nor a whole number from 1")
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS):
+        allowed = f"neither null nor a whole number from 1 to {_MOST_RANKS}"
+        raise ValueError(f"device: {where}: concurrent_ranks: {reprlib.repr(ranks)} is {allowed}")
     if not isinstance(value.get("padded", False), bool):
         raise ValueError(f"device: {where}: padded: {value['padded']!r} is neither true nor false")
-    _check_table(value["flops"], f"device: {where}: flops", FORMATS, zero=False)
+    _check_table(value["flops"], f"device: {where}: flops", FORMATS, zero=False, most=_MOST)
     if not value["flops"]:
         raise ValueError(f"device: {where}: flops: is empty; give at least one of {', '.join(FORMATS)}")
-    _check_table(value.get("factors", {}), f"device: {where}: factors", KINDS, zero=True)
+    _check_table(value.get("factors", {}), f"device: {where}: factors", KINDS, zero=True, most=_MOST_FACTOR)
     return Device(**value)
 
 
@@ -213,20 +222,21 @@ def _check_text(value: dict[str, Any], where: str) -> None:
         raise ValueError(f"device: {where}: provenance: is no object of texts and numbers")
 
 
-def _check_table(value: object, field: str, names: tuple[str, ...], *, zero: bool) -> None:
+def _check_table(value: object, field: str, names: tuple[str, ...], *, zero: bool, most: float) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{field}: {value!r} is no object with numbers for {', '.join(names)}")
     for name, number in value.items():
         if name not in names:
             raise ValueError(f"{field}: {name!r} is not one of {', '.join(names)}; remove it")
-        _check_number(number, f"{field}.{name}", zero=zero)
+        _check_number(number, f"{field}.{name}", zero=zero, most=most)
 
 
-def _check_number(value: object, field: str, *, zero: bool) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+def _check_number(value: object, field: str, *, zero: bool, most: float) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+    if not fits or (value == 0 and not zero):
         least = "not below 0" if zero else "above 0"
-        raise ValueError(f"{field}: {value!r} is no number {least}; correct it, or calibrate again")
+        said = reprlib.repr(value)
+        raise ValueError(f"{field}: {said} is no number {least} and at most {most:g}; correct it, or calibrate again")
 
 
 def save_device(device: Device, path: Path) -> None:

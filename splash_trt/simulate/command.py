@@ -17,7 +17,7 @@ from splash_trt.config import DTYPES, EngineConfig, Formats, Layout
 from splash_trt.memory.map import model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.planning import load_for_planning
-from splash_trt.options import Size, or_fail
+from splash_trt.options import FiniteRange, Size, or_fail
 from splash_trt.orchestrator import cost_policy
 from splash_trt.scheduler.compare import Objective
 from splash_trt.scheduler.cost_model import CostModel
@@ -61,7 +61,7 @@ class Labels(click.ParamType):
 @click.option("--dtype", type=click.Choice([*ALIASES, *DTYPES]), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
-@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True),
+@click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
 @click.option("--max-running", type=int, default=1024, show_default=True, help="Most requests that hold cache.")
@@ -74,7 +74,7 @@ class Labels(click.ParamType):
 @click.option("--migration-bytes", type=Size(), help="What a rank may at first send or receive for a switch in a step "
               "of 10 ms; default: 3.5 % of the device's link, as in `serve`.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
-@click.option("--rate-scale", type=click.FloatRange(0, 1e6, min_open=True), default=1.0, show_default=True,
+@click.option("--rate-scale", type=FiniteRange(0, 1e6, min_open=True), default=1.0, show_default=True,
               help="Let requests arrive so many times as fast.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of made loads.")
 @click.option("--plots", "plots_folder", type=click.Path(path_type=Path), metavar="DIR", help="Draw pictures there.")
@@ -122,10 +122,7 @@ class Options:
 def run(options: Options) -> Comparison:
     """Simulate and write what was asked for; ValueError and OSError say what a user got wrong."""
     objective = Objective.parse(options.objective)
-    if options.plots_folder is not None:
-        plots.pyplot()  # before minutes are spent
-    if options.json_file is not None and not options.json_file.parent.is_dir():
-        raise ValueError(f"json_file: there is no folder {options.json_file.parent}")
+    _check_outputs(options)
     model, quantised = load_for_planning(options.model)
     device = load_device(options.device)
     believed = device if options.policy_device is None else _policy_device(options.policy_device)
@@ -156,6 +153,20 @@ def run(options: Options) -> Comparison:
     return comparison
 
 
+def _check_outputs(options: Options) -> None:
+    """ValueError if what was asked for cannot be written, before minutes are spent."""
+    folder, file = options.plots_folder, options.json_file
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"plots_folder: {folder} is a file; name a folder")
+        plots.pyplot()
+    if file is not None:
+        if not file.parent.is_dir():
+            raise ValueError(f"json_file: there is no folder {file.parent}")
+        if file.is_dir():
+            raise ValueError(f"json_file: {file} is a folder; name a file")
+
+
 def open_load(options: Options) -> Trace | Adversary:
     """A file if its name ends as one, else what a generator makes."""
     name = options.trace.partition(":")[0]
@@ -167,7 +178,7 @@ def open_load(options: Options) -> Trace | Adversary:
             return made
         return made.at_rate(options.rate_scale)
     path = Path(options.trace)
-    if path.suffix not in (".csv", ".jsonl") and not path.is_file():
+    if not path.is_file():
         raise ValueError(f"trace: {options.trace!r} is neither a file nor one of {', '.join(generators.names())}")
     trace = read_trace(path, requests=options.requests).at_rate(options.rate_scale)
     if options.rate_scale != 1:

@@ -134,7 +134,7 @@ def read_trace(path: Path, *, requests: int | None = None) -> Trace:
 
     requests: read only so many. ValueError names the file, the line and the field; OSError as the system has it.
     """
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets put a byte order mark before the text
         try:
             rows = list(_mooncake(path, file) if path.suffix == ".jsonl" else _azure(path, file))
         except UnicodeDecodeError as error:
@@ -153,13 +153,14 @@ Row = tuple[float, int, int]  # seconds, prompt tokens, output tokens
 def _azure(path: Path, file: Any) -> Iterator[Row]:
     """Public traces of Azure's LLM services (github.com/Azure/AzurePublicDataset)."""
     reader = csv.reader(file)
-    header = next(reader, [])
+    rows = _rows(path, reader)
+    header = next(rows, [])
     if header != AZURE_COLUMNS:
         raise ValueError(
             f"trace: {path}, line 1: the columns are {','.join(header)!r}; they must be {','.join(AZURE_COLUMNS)} "
             "(or the file's name must end in .jsonl, for Mooncake's format)"
         )
-    for cells in reader:
+    for cells in rows:
         where = f"trace: {path}, line {reader.line_num}"
         if not cells:
             continue
@@ -170,6 +171,18 @@ def _azure(path: Path, file: Any) -> Iterator[Row]:
         )
 
 
+def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
+    """The reader's, with its errors (a field of more than 128 KiB) by file and line."""
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(f"trace: {path}, line {max(1, reader.line_num)}: {error}") from None
+        if cells is None:
+            return
+        yield cells
+
+
 def _mooncake(path: Path, file: Any) -> Iterator[Row]:
     """Mooncake's traces (FAST '25): timestamp in ms, input_length, output_length; hash_ids are not used."""
     for number, line in enumerate(file, start=1):
@@ -178,7 +191,7 @@ def _mooncake(path: Path, file: Any) -> Iterator[Row]:
             continue
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: also of a number with thousands of digits
             raise ValueError(f"{where}: not a JSON object") from None
         if not isinstance(entry, dict):
             raise ValueError(f"{where}: not a JSON object")

@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 from splash_trt.calibrate.cells import Cell, Limits, grid, random_cells
 from splash_trt.calibrate.fit import Sample, errors, fit, nnls
 from splash_trt.calibrate.measure import Bench, calibration_config
 from splash_trt.calibrate.run import calibrate, report
+from splash_trt.commands.calibrate import calibrate_command
 from splash_trt.config import Layout
 from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.scheduler.cost_model import CostModel
@@ -84,6 +86,12 @@ def test_ranks_execute_every_cell_in_any_order() -> None:
         return cells
 
     assert ThreadWorld(3, 60.0).run(program)[0] == cells
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "0"])
+def test_minutes_are_a_finite_number(minutes: str) -> None:
+    result = CliRunner().invoke(calibrate_command, ["--engine", "/nowhere", "--minutes", minutes])
+    assert result.exit_code == 2 and "'--minutes'" in result.output
 
 
 def test_a_calibration_from_begin_to_end(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -66,6 +66,13 @@ def without(name: str) -> dict[str, Any]:
         (asdict(BUILT_IN["cpu"]) | {"flops": {"int4": 1e9}}, "flops: 'int4' is not one of"),
         (asdict(BUILT_IN["cpu"]) | {"flops": {"float32": -1}}, "flops.float32: -1 is no number above 0"),
         (asdict(BUILT_IN["cpu"]) | {"factors": {"magic": 1}}, "factors: 'magic' is not one of"),
+        (asdict(BUILT_IN["cpu"]) | {"memory_bytes": 10**31}, "memory_bytes: 1.* is no number .* at most 1e.30"),
+        (asdict(BUILT_IN["cpu"]) | {"memory_bytes_s": 1e31}, "memory_bytes_s: 1e.31 is no number"),
+        (asdict(BUILT_IN["cpu"]) | {"link_bytes_s": 10**400}, "link_bytes_s: 1.* is no number"),
+        (asdict(BUILT_IN["cpu"]) | {"step_s": 1001}, "step_s: 1001 is no number above 0 and at most 1000;"),
+        (asdict(BUILT_IN["cpu"]) | {"flops": {"float32": 1e31}}, "flops.float32: 1e.31 is no number"),
+        (asdict(BUILT_IN["cpu"]) | {"factors": {"copies": 1e7}}, "factors.copies: 10000000.0 is no number"),
+        (asdict(BUILT_IN["cpu"]) | {"concurrent_ranks": 10**400}, "concurrent_ranks: 1"),
         (asdict(BUILT_IN["cpu"]) | {"factors": [1]}, "factors: .* is no object"),
         (asdict(BUILT_IN["cpu"]) | {"origin": ""}, "origin: '' is no text"),
         (asdict(BUILT_IN["cpu"]) | {"provenance": {"a": [1]}}, "provenance: is no object of texts and numbers"),
@@ -80,7 +87,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'h300' is neither one of b200, cpu, h100, h200 nor a file"):
         load_device("h300")
     path = tmp_path / "device.json"
-    for data in (b"{", b"\xff\xfe", b"[" * 100000):
+    for data in (b"{", b"\xff\xfe", b"[" * 100000, b"9" * 5000):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="is no JSON.*calibrate again"):
             load_device(path)

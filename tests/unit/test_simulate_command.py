@@ -87,16 +87,21 @@ def test_pictures(tmp_path: Path) -> None:
         (["--requests", "3"], LOAD, "--requests: is for files"),
         ([], "rollouts:speed=2", "--trace: rollouts has no 'speed'"),
         ([], "nonsense", "--trace: 'nonsense' is neither a file"),
-        ([], "missing.csv", "missing.csv"),
+        ([], "missing.csv", "--trace: 'missing.csv' is neither a file"),
+        (["--rate-scale", "nan"], LOAD, "--rate-scale': 'nan' is not a finite number"),
+        (["--memory-share", "nan"], LOAD, "--memory-share': 'nan' is not a finite number"),
+        (["--max-context", "1"], LOAD, "--max-context: 1 is not a whole number of tokens from 2"),
         (["--layouts", "tp,dp"], "adversary:requests=20", "--layouts: an adversary needs 'auto'"),
         (["--max-batch-tokens", "4"], LOAD, "--max-batch-tokens: 4 is below max_running"),
         (["--json", "/nowhere/at/all.json"], LOAD, "--json: there is no folder"),
+        (["--json", str(MODEL)], LOAD, "is a folder; name a file"),
+        (["--plots", str(MODEL / "config.json")], LOAD, "--plots: "),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], load: str, said: str) -> None:
     result = called(*arguments, load=load)
-    assert result.exit_code != 0
-    assert said in result.output
+    assert isinstance(result.exception, SystemExit) and result.exit_code != 0
+    assert said in result.output and "makespan" not in result.output
 
 
 def test_a_device_without_memory_needs_a_size() -> None:

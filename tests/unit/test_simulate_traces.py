@@ -37,6 +37,11 @@ def test_azure(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "a.csv", requests=2).num_requests == 2
 
 
+@pytest.mark.parametrize(("name", "text", "count"), [("a.csv", AZURE, 3), ("m.jsonl", MOONCAKE, 2)])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, name: str, text: str, count: int) -> None:
+    assert read_trace(written(tmp_path, name, "\ufeff" + text)).num_requests == count
+
+
 def test_mooncake(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, "m.jsonl", MOONCAKE))
     assert trace.arrival_s == pytest.approx([0.0, 3.0005])
@@ -56,6 +61,9 @@ def test_mooncake(tmp_path: Path) -> None:
         ("a.csv", AZURE + "2023-11-16 18:15:50,0,4\n", "line 5: ContextTokens: 0"),
         ("a.csv", AZURE + "2023-11-16 18:15:50,4,-1\n", "line 5: GeneratedTokens: '-1'"),
         ("a.csv", AZURE + "2023-11-16 18:15:50,4,1.5\n", "line 5: GeneratedTokens: '1.5'"),
+        ("a.csv", AZURE + f"2023-11-16 18:15:50,{'4' * 140000},4\n", "line 5: field larger than"),
+        ("a.csv", "x" * 140000, "line 1: field larger than"),
+        ("m.jsonl", MOONCAKE + f'{{"timestamp": {"1" * 5000}}}', "line 3: not a JSON object"),
         ("m.jsonl", "\n", "there is no request"),
         ("m.jsonl", MOONCAKE + "{", "line 3: not a JSON object"),
         ("m.jsonl", MOONCAKE + "[1]", "line 3: not a JSON object"),
