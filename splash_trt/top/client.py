@@ -13,7 +13,7 @@ from splash_trt.frontend.dashboard.history import Timeline
 from splash_trt.frontend.errors import ErrorBody
 from splash_trt.frontend.operator_routes import LayoutAnswer, Models
 
-DEADLINE_S = 10.0
+DEADLINE_S = 15.0  # the server itself waits for the engine's reasons for some seconds
 
 T = TypeVar("T")
 
@@ -60,15 +60,7 @@ class Client:
         if timeline.server != self._server:
             self._model = self._ask("/v1/models", Models).data[0].id
             self._server = timeline.server
-        return Snapshot(self._model, self._layout(), timeline)
-
-    def _layout(self) -> LayoutAnswer:
-        try:
-            return self._ask("/v1/layout?explain=1", LayoutAnswer)
-        except Refused as error:
-            if error.status != 504:  # in a long step, the engine cannot say why
-                raise
-            return self._ask("/v1/layout", LayoutAnswer)
+        return Snapshot(self._model, self._ask("/v1/layout?explain=1", LayoutAnswer), timeline)
 
     def _ask(self, path: str, kind: type[T]) -> T:
         connect = http.client.HTTPSConnection if self._at.scheme == "https" else http.client.HTTPConnection
