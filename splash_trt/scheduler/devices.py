@@ -23,10 +23,12 @@ _REQUIRED = (
     "name", "origin", "memory_bytes", "flops", "memory_bytes_s", "link_bytes_s", "collective_s", "collective_hop_s",
     "operation_s", "step_s",
 )  # fmt: skip
-_POSITIVE = ("memory_bytes_s", "link_bytes_s", "operation_s", "step_s", "collective_s")
+_RATES = ("memory_bytes_s", "link_bytes_s")
+_POSITIVE = ("operation_s", "step_s", "collective_s")
 _NOT_NEGATIVE = ("memory_bytes", "collective_hop_s", "expert_s")
 
-# Far above what any device has, and low enough that no sum or product of a cost model's overflows.
+# Far beyond what any device has, and near enough that no sum, product or quotient of a cost model's overflows.
+_LEAST_RATE = 1.0
 _MOST = 1e30
 _MOST_SECONDS = 1e3
 _MOST_FACTOR = 1e6
@@ -194,10 +196,13 @@ def parse_device(value: object, where: str) -> Device:
         if name not in value:
             raise ValueError(f"device: {where}: field {name!r} is missing; add it")
     _check_text(value, where)
+    for name in _RATES:
+        _check_number(value[name], f"device: {where}: {name}", least=_LEAST_RATE, most=_MOST)
     for name in (*_POSITIVE, *_NOT_NEGATIVE):
         if name in value:
-            most = _MOST_SECONDS if name.endswith("_s") and not name.endswith("bytes_s") else _MOST
-            _check_number(value[name], f"device: {where}: {name}", zero=name in _NOT_NEGATIVE, most=most)
+            least = 0.0 if name in _NOT_NEGATIVE else None
+            most = _MOST if name == "memory_bytes" else _MOST_SECONDS
+            _check_number(value[name], f"device: {where}: {name}", least=least, most=most)
     if not isinstance(value["memory_bytes"], int):
         raise ValueError(f"device: {where}: memory_bytes: {value['memory_bytes']!r} is no whole number of bytes")
     ranks = value.get("concurrent_ranks")
@@ -206,10 +211,10 @@ def parse_device(value: object, where: str) -> Device:
         raise ValueError(f"device: {where}: concurrent_ranks: {reprlib.repr(ranks)} is {allowed}")
     if not isinstance(value.get("padded", False), bool):
         raise ValueError(f"device: {where}: padded: {value['padded']!r} is neither true nor false")
-    _check_table(value["flops"], f"device: {where}: flops", FORMATS, zero=False, most=_MOST)
+    _check_table(value["flops"], f"device: {where}: flops", FORMATS, least=_LEAST_RATE, most=_MOST)
     if not value["flops"]:
         raise ValueError(f"device: {where}: flops: is empty; give at least one of {', '.join(FORMATS)}")
-    _check_table(value.get("factors", {}), f"device: {where}: factors", KINDS, zero=True, most=_MOST_FACTOR)
+    _check_table(value.get("factors", {}), f"device: {where}: factors", KINDS, least=0.0, most=_MOST_FACTOR)
     return Device(**value)
 
 
@@ -222,21 +227,21 @@ def _check_text(value: dict[str, Any], where: str) -> None:
         raise ValueError(f"device: {where}: provenance: is no object of texts and numbers")
 
 
-def _check_table(value: object, field: str, names: tuple[str, ...], *, zero: bool, most: float) -> None:
+def _check_table(value: object, field: str, names: tuple[str, ...], *, least: float, most: float) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{field}: {value!r} is no object with numbers for {', '.join(names)}")
     for name, number in value.items():
         if name not in names:
             raise ValueError(f"{field}: {name!r} is not one of {', '.join(names)}; remove it")
-        _check_number(number, f"{field}.{name}", zero=zero, most=most)
+        _check_number(number, f"{field}.{name}", least=least, most=most)
 
 
-def _check_number(value: object, field: str, *, zero: bool, most: float) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
-    if not fits or (value == 0 and not zero):
-        least = "not below 0" if zero else "above 0"
-        said = reprlib.repr(value)
-        raise ValueError(f"{field}: {said} is no number {least} and at most {most:g}; correct it, or calibrate again")
+def _check_number(value: object, field: str, *, least: float | None, most: float) -> None:
+    """least: None for a number above 0, however small."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and (least or 0) <= value <= most
+    if not fits or (value == 0 and least is None):
+        allowed = f"above 0 and at most {most:g}" if least is None else f"from {least:g} to {most:g}"
+        raise ValueError(f"{field}: {reprlib.repr(value)} is no number {allowed}; correct it, or calibrate again")
 
 
 def save_device(device: Device, path: Path) -> None:
