@@ -28,6 +28,7 @@ OTHERS_FLAGS = {
     "srun": "--mpi --kill-on-bad-exit",
     "sbatch": "--job-name --nodes --ntasks-per-node --cpus-per-task --time --signal",
     "tritonserver": "--http-port --grpc-port --metrics-port --exit-timeout-secs --model-control-mode --load-model",
+    "guidellm": "--output --profile --constraint --backend --tokenizer --data",
     "every command": "--help",
     "python -m perf": "--ranks --dtypes --batches --contexts --results --threads",
 }
