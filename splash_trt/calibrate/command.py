@@ -1,13 +1,14 @@
 """`splash-trt calibrate`: starts ranks as `serve` does, and keeps what was found beside the engine.
 
-Exit codes: 0; 130 after SIGINT and 143 after SIGTERM, with mpirun and its ranks ended; 2 for what a user got wrong;
-mpirun's own (that of the rank that died first) or 1 after anything else. The ranks notice a killed command by their
-lifelines.
+Exit codes: 0; 130 after SIGINT and 143 after SIGTERM, when mpirun and its ranks have ended; 2 for what a user got
+wrong; mpirun's own (that of the rank that died first) or 1 after anything else. The ranks notice a killed command by
+their lifelines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -59,6 +60,9 @@ def calibrate_engine(
     if environment.under_mpirun():
         run_under_mpi(program, STEP_DEADLINE_S)
     if ranks == 1:
+        # At once: an interpreter that ends in order while a rank's thread computes aborts.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: os._exit(128 + number))
         ThreadWorld(1, STEP_DEADLINE_S).run(program)
         return
     sys.exit(_start(engine, ranks, path, minutes, dtype))

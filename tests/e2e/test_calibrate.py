@@ -46,6 +46,18 @@ def test_an_end_from_outside(engine: Path, number: signal.Signals, when: str) ->
         run.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_rank(engine: Path, number: signal.Signals) -> None:
+    run = Run([*SPLASH, "calibrate", "--engine", str(engine), "--ranks", "1", "--out", str(engine.parent / "one.json")])
+    try:
+        wait_until(lambda: MEASURING in run.log, START_S, "the first cells")
+        run.process.send_signal(number)
+        assert run.process.wait(END_S) == EXIT_CODES[number], run.log
+        assert "Traceback" not in run.log and not run.leftovers() and not (engine.parent / "one.json").exists()
+    finally:
+        run.close()
+
+
 def ranks(run: Run) -> int:
     """Ranks that have begun."""
     assert run.process.poll() is None, run.log
