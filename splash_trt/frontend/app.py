@@ -23,7 +23,7 @@ from splash_trt.observe.log import event
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/healthz", "/readyz", "/version", "/openapi.json")
+OPEN_PATHS = ("/healthz", "/health", "/readyz", "/version", "/openapi.json")
 """Served without a key: what load balancers ask, and what says nothing of anybody's requests."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

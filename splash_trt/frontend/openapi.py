@@ -90,6 +90,7 @@ ROUTES = (
     Route("get", "/v1/timeline", "The last half hour by seconds", Timeline, errors=(400,), parameters=(_AFTER,)),
     Route("get", "/dashboard", "A page that shows the layout, the load and the switches", "text/html"),
     Route("get", "/healthz", "Whether the engine is there", Health, unready=Health),
+    Route("get", "/health", "The same, as vLLM names it", Health, unready=Health),
     Route("get", "/readyz", "Whether requests are served and steps complete", Readiness, unready=Readiness),
     Route("get", "/metrics", "For Prometheus", "text/plain"),
     Route("get", "/version", "The server's version", Version),

@@ -100,7 +100,8 @@ class OperatorRoutes:
         router.add_get("/v1/layout", self._get_layout)
         router.add_post("/v1/layout", self._set_layout)
         router.add_get("/v1/switches", self._switches)
-        router.add_get("/healthz", self._health)
+        for path in ("/healthz", "/health"):  # vLLM's clients ask for the second
+            router.add_get(path, self._health)
         router.add_get("/readyz", self._readiness)
         router.add_get("/metrics", self._metrics_text)
         router.add_get("/version", self._version)

@@ -22,7 +22,7 @@ from splash_trt.observe.spans import Span, Spans, traces_url
 from splash_trt.version import __version__
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-UNTRACED = frozenset({"/metrics", "/healthz", "/readyz"})
+UNTRACED = frozenset({"/metrics", "/healthz", "/health", "/readyz"})
 """Asked for every few seconds, by machines."""
 EXPORT_S = 2.0  # a collector that does not answer must not hold up the end of the process for longer
 

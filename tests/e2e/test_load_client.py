@@ -43,10 +43,8 @@ def samples(server: Server) -> Iterator[tuple[str, float]]:
 
 def load(guidellm: str, server: Server, path: str, constraint: dict[str, Any], folder: Path) -> Any:
     """guidellm's report of one benchmark; AssertionError if it failed."""
-    # Its check asks /health; it learns the model's name from /v1/models.
-    routes = {"/health": "healthz"}
     options = {
-        "--backend": {"kind": "openai_http", "target": server.url, "request_format": path, "api_routes": routes},
+        "--backend": {"kind": "openai_http", "target": server.url, "request_format": path},
         "--profile": {"kind": "concurrent", "streams": [STREAMS]},
         "--constraint": constraint,
         "--tokenizer": {"kind": "hf_auto", "model": str(MODEL)},

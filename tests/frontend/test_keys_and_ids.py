@@ -55,7 +55,7 @@ def test_keys(locked: FrontendProcess, engine: FakeEngine) -> None:
     for path in ("/v1/models", "/v1/layout", "/metrics", "/tokenize", "/nowhere"):
         assert locked.ask("GET", path).status == 401
     assert len(engine.submitted) == before
-    for path in ("/healthz", "/readyz", "/version", "/openapi.json"):
+    for path in ("/healthz", "/health", "/readyz", "/version", "/openapi.json"):
         assert locked.ask("GET", path).status == 200
     right = {"Authorization": "Bearer secret-key"}
     assert locked.ask("POST", COMPLETIONS, body, **right).status == 200

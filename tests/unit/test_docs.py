@@ -45,7 +45,8 @@ PAGES_OF = {
 
 
 def options_of(command: click.Command) -> set[str]:
-    return {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
+    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    return {name for parameter in shown for name in parameter.opts if name.startswith("--")}
 
 
 ALL_COMMANDS = {name: entry.load() for name, entry in COMMANDS.items()}
