@@ -155,7 +155,7 @@ def _requests(answers: Sequence[Answer]) -> list[Request]:
     requests = []
     for ask in (answer.ask for answer in answers):
         if ask.speaker is not None:
-            ids = tokenizer.encode_chat([{"role": "user", "content": ask.speaker}])
+            ids = tokenizer.encode_chat(tokenizer.chat_template.render([{"role": "user", "content": ask.speaker}]))
         else:
             ids = tokenizer.encode(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
         sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed)
