@@ -246,3 +246,16 @@ class TestProcesses:
 
     def test_free_port(self) -> None:
         assert 1024 < processes.free_port() < 65536
+
+
+def test_requests_are_those_that_the_server_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat goes through the model's template, a text through its tokenizer, ids stay as they are."""
+    (tmp_path / "tokenizer").symlink_to(Path(__file__).parents[2] / "models" / "splash-tiny")
+    monkeypatch.setattr(demo, "ENGINE", tmp_path)
+    asks = [
+        load.Ask(name=name, max_tokens=5, temperature=0.0, seed=1, **what)  # type: ignore[arg-type]
+        for name, what in (("chat", {"speaker": "Hamlet"}), ("text", {"prompt": "Hamlet"}), ("ids", {"prompt": (3, 4)}))
+    ]
+    chat, text, ids = demo._requests([Answer(ask=ask, began=0.0) for ask in asks])
+    assert ids.prompt == (3, 4)
+    assert 0 < len(text.prompt) < len(chat.prompt)
