@@ -59,6 +59,10 @@ class CostModel:
         """Seconds that the step takes, corrections included."""
         return self._predict(batch) * self.correction.factor(batch.layout, _has_prefill(batch))
 
+    def copies_s(self, num_bytes: float, layout: Layout) -> float:
+        """By how much copies of num_bytes, in and out at the busiest rank, lengthen the decode steps beside them."""
+        return num_bytes * self._copy_s * self.correction.factor(layout, False)
+
     def parts(self, batch: Batch) -> dict[str, float]:
         """Seconds by kind (device.KINDS); their sum is step_s without corrections."""
         out = dict.fromkeys(KINDS, 0.0)

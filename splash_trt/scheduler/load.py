@@ -54,5 +54,10 @@ class Load:
         return int(self.waiting_prompts.sum())
 
     @property
+    def prompt_tokens(self) -> int:
+        """Known tokens that still have to be computed, of running and waiting requests."""
+        return int(self.prefill.sum()) + self.waiting_tokens
+
+    @property
     def is_idle(self) -> bool:
         return self.running == 0 and self.waiting == 0

@@ -6,7 +6,7 @@ Requests that keep arriving are a part of every phase. R running requests, N ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -145,19 +145,7 @@ class Estimator:
 
     def moved_s(self, num_bytes: float) -> float:
         """By how much copies of num_bytes, in and out at the busiest rank, lengthen the steps beside them."""
-        none = np.zeros(self._config.num_ranks)
-        one = none.copy()
-        one[0] = 1.0
-        batch = Batch(
-            layout=self._config.layout,
-            decode_tokens=one,
-            decode_context=one,
-            prefill_tokens=none,
-            prefill_pairs=none,
-            prefill_context=none,
-            sampled=1,
-        )
-        return self.cost.step_s(replace(batch, moved_bytes=round(num_bytes))) - self.cost.step_s(batch)
+        return self.cost.copies_s(num_bytes, self._config.layout)
 
     def time(self, phase: Phase, layout: Layout, homes: np.ndarray) -> Time:
         """What `phase` takes with the running requests at homes [R]."""

@@ -137,7 +137,7 @@ class CostPolicy:
         if self._observed[decodes] % OBSERVE_EVERY[decodes]:
             return
         batch = Batch.of(plan, self._num_ranks)
-        if not (len(plan.moves) or len(plan.weights) or len(plan.late_moves)):
+        if not plan.copies:
             self._cost.observe(batch, result.seconds)
         step_s = {layout: self._cost.step_s(batch.under(layout)) for layout in self._room}
         self._past.add(plan.layout, step_s, OBSERVE_EVERY[decodes])
@@ -158,14 +158,14 @@ class CostPolicy:
         return True
 
     def decide(self, load: Load) -> Decision | None:
-        since, self._looked = load.now - self._looked, load.now
+        since, self._looked = min(load.now - self._looked, 2 * QUIET_LOOK_S), load.now
         if load.is_idle:
             self._last = None
             return None
         comparison = self._comparer.compare(load, self._step_s, self._past)
-        self._doubt.looked(comparison, load, min(since, 2 * QUIET_LOOK_S))
+        self._doubt.looked(comparison, load, since)
         best = comparison.best
-        verdict = self._verdict(comparison, best, load.now, min(since, 2 * QUIET_LOOK_S))
+        verdict = self._verdict(comparison, best, load.now, since)
         self._last = (load, comparison, verdict or "go")
         if verdict is not None:
             return None
@@ -215,7 +215,7 @@ class CostPolicy:
                 "running": load.running,
                 "waiting": load.waiting,
                 "held_tokens": int(load.held.sum()),
-                "prompt_tokens_to_compute": int(load.prefill.sum()) + load.waiting_tokens,
+                "prompt_tokens_to_compute": load.prompt_tokens,
                 "expected_output_tokens_left": round(float(load.left.sum()), 1),
                 "arrivals_per_s": round(load.arriving.per_s, 3),
                 "step_s": self._step_s,
@@ -230,12 +230,11 @@ def reason(comparison: Comparison, best: Candidate, load: Load) -> str:
     """One line for the switch's record."""
     here = comparison.candidates[0]
     counts = f"{load.running} running, {load.waiting} waiting"
-    to_compute = int(load.prefill.sum()) + load.waiting_tokens
-    if to_compute:
-        counts += f", {to_compute} prompt tokens to compute"
+    if load.prompt_tokens:
+        counts += f", {load.prompt_tokens} prompt tokens to compute"
     what = "other owners" if best.moves_owners else best.layout.name.lower()
     step = f"{_ms(best.times[0].p99_step_s)} a step against {_ms(here.times[0].p99_step_s)}"
-    if best.times[0].concurrency > here.times[0].concurrency * 1.05:
+    if _has_more_room(best, here):
         step += f", room for {best.times[0].concurrency:.0f} at once against {here.times[0].concurrency:.0f}"
     saves = f"saves {best.gain_s:.2g} of the next {comparison.ahead_s:.2g} s; takes {best.switch.seconds:.2g} s"
     return f"{what}: {counts}; {step}; {saves}, costs {best.switch.cost_s:.2g} s"
@@ -244,9 +243,14 @@ def reason(comparison: Comparison, best: Candidate, load: Load) -> str:
 def _kind(comparison: Comparison, best: Candidate, load: Load) -> str:
     if best.moves_owners:
         return "owners"
-    if best.times[0].concurrency > comparison.candidates[0].times[0].concurrency * 1.05:
+    if _has_more_room(best, comparison.candidates[0]):
         return "room"
-    return "prompts" if int(load.prefill.sum()) + load.waiting_tokens > int(load.held.sum()) else "load"
+    return "prompts" if load.prompt_tokens > int(load.held.sum()) else "load"
+
+
+def _has_more_room(best: Candidate, here: Candidate) -> bool:
+    """So many more requests run at once that this is a reason by itself."""
+    return best.times[0].concurrency > here.times[0].concurrency * 1.05
 
 
 def _ms(seconds: float) -> str:

@@ -51,6 +51,10 @@ def test_copies_cost_what_was_measured() -> None:
     assert cost[4] / 1.25e-3 < 0.002
     only = replace(decode(Layout.DP, 2, 0, 1), moved_bytes=10**9)
     assert model.step_s(only) == pytest.approx(1.75 / 4.3e3, rel=0.01)
+    for _ in range(100):
+        model.observe(batch, 1.3 * model.step_s(batch))
+    moving = replace(batch, moved_bytes=64 * 10**6)
+    assert model.copies_s(64e6, Layout.DP) == pytest.approx(model.step_s(moving) - model.step_s(batch))
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
