@@ -23,16 +23,14 @@ from splash_trt.calibrate.run import calibrate
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.world import World
 from splash_trt.launch import run_under_mpi
-from splash_trt.memory.map import model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
-from splash_trt.orchestrator import Orchestrator, cost_policy
+from splash_trt.orchestrator import Orchestrator, cost_policy, scheduler_of
 from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, SamplingParams
 from splash_trt.scheduler.compare import Objective
 from splash_trt.scheduler.device import Device
 from splash_trt.scheduler.devices import parse_device
-from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.simulate.generators import reasoning, rollouts
 from splash_trt.simulate.source import TraceSource
 from splash_trt.simulate.traces import Trace, joined
@@ -113,14 +111,7 @@ def serve(
     if device is None:
         worker.follow()
         return None
-    scheduler = Scheduler(
-        config,
-        sizes=model_sizes(model, config),
-        request_tokens=request_tokens(model, config),
-        vocab_size=model.vocab_size,
-        max_context=config.context_of(model.max_positions),
-        eos_token_ids=model.eos_token_ids,
-    )
+    scheduler = scheduler_of(model, config)
     endings = Endings(worker.send, load, config.max_running, model.eos_token_ids[0])
     policy = cost_policy(model, config, device, Objective()) if auto else None
     orchestrator = Orchestrator(scheduler, endings.execute, config.plans_in_flight, policy=policy, watch=world.watch)

@@ -36,6 +36,18 @@ def cost_policy(model: ModelConfig, config: EngineConfig, device: Device, object
     return CostPolicy(CostModel(model, config, device), config, model_sizes(model, config), room, objective)
 
 
+def scheduler_of(model: ModelConfig, config: EngineConfig) -> Scheduler:
+    """The scheduler of a model's deployment; ValueError names the rank that lacks memory."""
+    return Scheduler(
+        config,
+        sizes=model_sizes(model, config),
+        request_tokens=request_tokens(model, config),
+        vocab_size=model.vocab_size,
+        max_context=config.context_of(model.max_positions),
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
 @dataclass(frozen=True)
 class Turn:
     """What one turn of the loop brought. step, num_tokens, seconds, layout: of the step that completed in it, 0 and
@@ -88,16 +100,8 @@ class Orchestrator:
         cls, model: ModelConfig, config: EngineConfig, worker: Worker, policy: Policy | None = None
     ) -> Orchestrator:
         """The orchestrator of a model whose rank 0 is `worker`."""
-        scheduler = Scheduler(
-            config,
-            sizes=model_sizes(model, config),
-            request_tokens=request_tokens(model, config),
-            vocab_size=model.vocab_size,
-            max_context=config.context_of(model.max_positions),
-            eos_token_ids=model.eos_token_ids,
-        )
         return cls(
-            scheduler,
+            scheduler_of(model, config),
             worker.send,
             config.plans_in_flight,
             policy=policy,

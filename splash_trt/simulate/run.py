@@ -11,7 +11,7 @@ import numpy as np
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.memory.map import capacity, model_sizes, request_tokens
 from splash_trt.models.config import ModelConfig
-from splash_trt.orchestrator import Orchestrator
+from splash_trt.orchestrator import Orchestrator, scheduler_of
 from splash_trt.request import Request, SamplingParams
 from splash_trt.scheduler.policy import Policy
 from splash_trt.scheduler.scheduler import Scheduler
@@ -98,14 +98,7 @@ class _Run:
         self._source = source
         self._policy = policy
         self._sizes = model_sizes(model, config)
-        self._scheduler = Scheduler(
-            config,
-            sizes=self._sizes,
-            request_tokens=request_tokens(model, config),
-            vocab_size=model.vocab_size,
-            max_context=config.context_of(model.max_positions),
-            eos_token_ids=model.eos_token_ids,
-        )
+        self._scheduler = scheduler_of(model, config)
         # What a client would ask for that does not know how long answers get: enough, the same for all.
         self._max_tokens = 1 << (source.max_output - 1).bit_length()
         self._prompts: dict[int, tuple[int, ...]] = {}
