@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 
 from splash_trt.frontend.tools.arguments import Arguments
-from splash_trt.frontend.tools.events import CallArguments, CallBegin, Content, Cutter, Event, Trimmer
+from splash_trt.frontend.tools.events import CallBegin, Event, Trimmer
+from splash_trt.frontend.tools.tag_reader import TagReader
 
 CALLS_BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -32,39 +33,19 @@ FENCE, FENCE_END = "```json", "```"
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
-class DeepSeekReader:
+class DeepSeekReader(TagReader):
     """Both families of tags; which is used shows in the text."""
 
     def __init__(self) -> None:
-        self._cutter = Cutter()
-        self._content = Trimmer(start=False)
-        self._state = "content"
-        self._head = ""  # text of the tag or name under way
+        super().__init__()
         self._json = Trimmer()
-        self._arguments = Arguments()
         self._is_string = True
-        self._num_calls = 0
 
-    def push(self, text: str) -> list[Event]:
-        self._cutter.push(text)
-        events: list[Event] = []
-        going = True
-        while going:
-            going = getattr(self, f"_in_{self._state}")(events)
-        return events
-
-    def flush(self) -> list[Event]:
-        """A call that is cut off stays as far as it came; a name that is cut off is nobody's."""
-        events: list[Event] = []
-        rest = self._cutter.rest()
-        if self._state == "content":
-            said = self._content.push(rest) + ("" if self._num_calls else self._content.rest())
-            self._say(said, events)
-        elif self._state in ("json", "fenced_json"):
+    def _cut_off(self, rest: str, events: list[Event]) -> None:
+        if self._state in ("json", "fenced_json"):
             self._more(self._json.push(rest), events)
         elif self._state == "value" and self._is_string:
             self._more(self._arguments.string(rest), events)
-        return events
 
     def _in_content(self, events: list[Event]) -> bool:
         text, tag = self._cutter.until([CALLS_BEGIN, DSML_CALLS])
@@ -179,15 +160,7 @@ class DeepSeekReader:
             self._state = "invoke"
         return tag is not None
 
-    def _say(self, text: str, events: list[Event]) -> None:
-        if text:
-            events.append(Content(text))
-
     def _begin(self, name: str, events: list[Event]) -> None:
         self._num_calls += 1
         self._json = Trimmer()
         events.append(CallBegin(name.strip()))
-
-    def _more(self, text: str, events: list[Event]) -> None:
-        if text:
-            events.append(CallArguments(text))

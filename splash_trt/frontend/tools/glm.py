@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from splash_trt.frontend.tools.arguments import Arguments, types_of
-from splash_trt.frontend.tools.events import CallArguments, CallBegin, Content, Cutter, Event, Trimmer
+from splash_trt.frontend.tools.events import CallBegin, Event
+from splash_trt.frontend.tools.tag_reader import TagReader
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -20,43 +21,22 @@ MARKERS = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
 STRING = frozenset({"string"})
 
 
-class GlmReader:
+class GlmReader(TagReader):
     """schemas: function name -> parameter name -> its JSON Schema."""
 
     def __init__(self, schemas: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
         self._schemas = schemas
-        self._cutter = Cutter()
-        self._content = Trimmer(start=False)
-        self._state = "content"
-        self._head = ""  # the name, key or value under way
         self._name = ""
         self._types: frozenset[str] | None = None
-        self._arguments = Arguments()
-        self._num_calls = 0
 
-    def push(self, text: str) -> list[Event]:
-        self._cutter.push(text)
-        events: list[Event] = []
-        going = True
-        while going:
-            going = getattr(self, f"_in_{self._state}")(events)
-        return events
-
-    def flush(self) -> list[Event]:
-        """A call that is cut off stays as far as it came; a name that is cut off is nobody's."""
-        events: list[Event] = []
-        rest = self._cutter.rest()
-        if self._state == "content":
-            said = self._content.push(rest) + ("" if self._num_calls else self._content.rest())
-            events += [Content(said)] if said else []
-        elif self._state == "value" and self._types == STRING:
+    def _cut_off(self, rest: str, events: list[Event]) -> None:
+        if self._state == "value" and self._types == STRING:
             self._more(self._arguments.string(rest), events)
-        return events
 
     def _in_content(self, events: list[Event]) -> bool:
         text, tag = self._cutter.until([CALL])
-        said = self._content.push(text)
-        events += [Content(said)] if said else []
+        self._say(self._content.push(text), events)
         if tag is not None:
             self._content.end()
             self._head = ""
@@ -117,7 +97,3 @@ class GlmReader:
             self._more(ended, events)
             self._state = "call"
         return tag is not None
-
-    def _more(self, text: str, events: list[Event]) -> None:
-        if text:
-            events.append(CallArguments(text))
