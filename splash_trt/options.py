@@ -1,4 +1,4 @@
-"""What the commands' options share: sizes in bytes, and errors by the option that they are about."""
+"""What the commands' options share: sizes in bytes, names of formats, and errors by the option that they are about."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Any
 
 import click
 
+from splash_trt.config import DTYPES, FORMATS, Formats
+
+FORMAT_ALIASES = {"bf16": "bfloat16"}
+FORMAT_NAMES = (*FORMAT_ALIASES, *FORMATS)
+DTYPE_NAMES = (*FORMAT_ALIASES, *DTYPES)
+DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -35,6 +41,17 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
         return float(number)
+
+
+def format_of(name: str) -> str:
+    """One of config.FORMATS, by what a user calls it."""
+    return FORMAT_ALIASES.get(name, name)
+
+
+def formats_of(*, weights: str | None, attention: str | None, cache: str | None) -> Formats:
+    """By what a user calls them; None: not given."""
+    names = {"weights": weights, "attention": attention, "cache": cache}
+    return Formats(**{field: None if name is None else format_of(name) for field, name in names.items()})
 
 
 def or_fail(act: Callable[[], Any]) -> Any:

@@ -11,16 +11,22 @@ import click
 
 from splash_trt.capacity.report import Case, Lengths, case, num_parameters
 from splash_trt.capacity.table import format_assumptions, format_case, format_count
-from splash_trt.config import DTYPES, FORMATS, EngineConfig, Formats
+from splash_trt.config import EngineConfig
 from splash_trt.models.planning import load_for_planning
-from splash_trt.options import FiniteRange, Size, or_fail
+from splash_trt.options import (
+    DEFAULT_SHARE,
+    DTYPE_NAMES,
+    FORMAT_NAMES,
+    FiniteRange,
+    Size,
+    format_of,
+    formats_of,
+    or_fail,
+)
 from splash_trt.scheduler.device import Device
 from splash_trt.scheduler.devices import load_device
 
-ALIASES = {"bf16": "bfloat16"}
 BOTH = "both"
-FORMAT_NAMES = (*ALIASES, *FORMATS)
-DEFAULT_SHARE = 0.9
 QUANTISED = (
     "; the checkpoint is quantised, which is not followed: --weights, --attention and --cache say what is counted"
 )
@@ -62,7 +68,7 @@ class LengthsOption(click.ParamType):
 @click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
 @click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
-@click.option("--dtype", type=click.Choice([*ALIASES, *DTYPES]), default="bfloat16", show_default=True,
+@click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--attention", type=click.Choice([*FORMAT_NAMES, BOTH]),
               help="Format of attention's head-cut weights; both: one report for fp8 and one for bf16.")  # fmt: skip
@@ -100,12 +106,12 @@ def _report(
     found, quantised = load_for_planning(model)
     known = None if device is None else load_device(device)
     memory, source = _memory(known, memory_bytes, memory_share)
-    choices = ("fp8", "bfloat16") if attention == BOTH else (_format(attention),)
+    choices = ("fp8", "bfloat16") if attention == BOTH else (attention,)
     configs = [
         EngineConfig(
             num_ranks=num_ranks,
-            dtype=ALIASES.get(dtype, dtype),
-            formats=Formats(weights=_format(weights), attention=choice, cache=_format(cache)),
+            dtype=format_of(dtype),
+            formats=formats_of(weights=weights, attention=choice, cache=cache),
             memory_bytes=memory,
             page_tokens=page_tokens,
         )
@@ -144,7 +150,3 @@ def _memory(device: Device | None, memory_bytes: int | None, memory_share: float
         raise ValueError(f"device: {device.name} does not say how much memory it has; give --memory BYTES instead")
     share = DEFAULT_SHARE if memory_share is None else memory_share
     return int(device.memory_bytes * share), f"{100 * share:g} % of the {device.memory_bytes:,} of {device.name}"
-
-
-def _format(name: str | None) -> str | None:
-    return None if name is None else ALIASES.get(name, name)

@@ -12,12 +12,20 @@ from typing import Any
 
 import click
 
-from splash_trt.capacity.command import ALIASES, DEFAULT_SHARE, FORMAT_NAMES
-from splash_trt.config import DTYPES, EngineConfig, Formats, Layout
+from splash_trt.config import EngineConfig, Layout
 from splash_trt.memory.map import model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.planning import load_for_planning
-from splash_trt.options import FiniteRange, Size, or_fail
+from splash_trt.options import (
+    DEFAULT_SHARE,
+    DTYPE_NAMES,
+    FORMAT_NAMES,
+    FiniteRange,
+    Size,
+    format_of,
+    formats_of,
+    or_fail,
+)
 from splash_trt.orchestrator import cost_policy
 from splash_trt.scheduler.compare import Objective
 from splash_trt.scheduler.cost_model import CostModel
@@ -58,7 +66,7 @@ class Labels(click.ParamType):
 @click.option("--weights", type=click.Choice(FORMAT_NAMES), help="Format of the weights but attention's head-cut ones.")
 @click.option("--attention", type=click.Choice(FORMAT_NAMES), help="Format of attention's head-cut weights.")
 @click.option("--cache", type=click.Choice(FORMAT_NAMES), help="Format of the cache.")
-@click.option("--dtype", type=click.Choice([*ALIASES, *DTYPES]), default="bfloat16", show_default=True,
+@click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
 @click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
@@ -220,15 +228,10 @@ def _memory(options: Options, device: Device) -> tuple[int, str]:
 
 
 def _config(options: Options, memory: int, device: Device) -> EngineConfig:
-    def name(text: str | None) -> str | None:
-        return None if text is None else ALIASES.get(text, text)
-
     return EngineConfig(
         num_ranks=options.num_ranks,
-        dtype=ALIASES.get(options.dtype, options.dtype),
-        formats=Formats(
-            weights=name(options.weights), attention=name(options.attention), cache=name(options.cache)
-        ),
+        dtype=format_of(options.dtype),
+        formats=formats_of(weights=options.weights, attention=options.attention, cache=options.cache),
         memory_bytes=memory,
         page_tokens=options.page_tokens,
         max_batch_tokens=options.max_batch_tokens,
