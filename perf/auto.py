@@ -88,7 +88,7 @@ def summary(found: Findings) -> dict[str, float | str]:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     config = {name: getattr(options, name) for name in ("ranks", "dtype", "repeats", "size", "minutes")}
-    settings = [word for word in arguments if word not in ("--remark", options.remark)]
+    settings = harness.without(arguments, "--remark", options.remark)
     origin = harness.provenance(config, "perf.auto", settings, options.remark)
     found = measure(options)
     figures = summary(found)
@@ -110,8 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         view=VIEW,
         rows=rows_of(found),
     )
-    path = harness.write(result, options.results)
-    report.write_report(path)
+    path = report.publish(result, options.results)
     print(f"Wrote {path}")
     return 0
 

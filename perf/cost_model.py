@@ -145,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     print(found.text)
     config = {name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype")}
     config |= {"model": "models/splash-tiny", "summary": found.summary, "device": found.device}
-    settings = [word for word in arguments if word not in ("--remark", options.remark)]
+    settings = harness.without(arguments, "--remark", options.remark)
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="scheduler",
@@ -156,8 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         view=VIEW,
         rows=found.rows,
     )
-    path = harness.write(result, options.results)
-    report.write_report(path)
+    path = report.publish(result, options.results)
     print(f"Wrote {path}")
     return 0
 

@@ -226,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
         check, passed=check.passed and lost == 0, detail=f"{check.detail}; {lost} streams were lost"
     )
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
-    settings = [word for word in arguments if word not in ("--remark", options.remark)]
+    settings = harness.without(arguments, "--remark", options.remark)
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="frontend",
@@ -237,8 +237,7 @@ def main(arguments: Sequence[str]) -> int:
         view=VIEW,
         rows=rows,
     )
-    path = harness.write(result, options.results)
-    report.write_report(path)
+    report.publish(result, options.results)
     print(report.markdown(result))
     return 0
 

@@ -121,6 +121,11 @@ def provenance(config: Mapping[str, Any], module: str, arguments: Sequence[str],
     )
 
 
+def without(arguments: Sequence[str], *words: str) -> list[str]:
+    """A command's arguments less options, and values of options, that have no part in the numbers."""
+    return [word for word in arguments if word not in words]
+
+
 def hardware() -> Hardware:
     from_proc = _proc_field("/proc/cpuinfo", "model name")
     memory_kib = int((_proc_field("/proc/meminfo", "MemTotal") or "0").split()[0])

@@ -97,7 +97,7 @@ def summary(found: Sequence[Case]) -> dict[str, float]:
 
 
 def random_study(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    settings = [word for word in arguments if word not in ("--remark", options.remark, "--state", str(options.state))]
+    settings = harness.without(arguments, "--remark", options.remark, "--state", str(options.state))
     config = {"traces": options.traces, "adversaries": options.adversaries, "first": options.first}
     config |= {"size": options.size, "models": "tests/oracles/published_configs.py"}
     origin = harness.provenance(config, "perf.policy", settings, options.remark)
@@ -119,8 +119,7 @@ def random_study(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         view=VIEW,
         rows=[row for case in found for row in rows_of(case)],
     )
-    path = harness.write(result, options.results)
-    report.write_report(path)
+    path = report.publish(result, options.results)
     plot_cases(result, path.with_name("random_sorted.png"))
     print(f"Wrote {path}")
     return 0

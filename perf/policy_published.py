@@ -115,7 +115,7 @@ def assumptions(where: Deployment) -> dict[str, object]:
 
 
 def published(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    settings = [word for word in arguments if word not in ("--remark", options.remark, "--state", str(options.state))]
+    settings = harness.without(arguments, "--remark", options.remark, "--state", str(options.state))
     config: dict[str, object] = {
         "loads": {kind: KINDS[kind] for kind in options.kinds},
         "load_seed": 1,

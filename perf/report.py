@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from perf.harness import RESULTS, Result, Row, Scalar, read
+from perf.harness import RESULTS, Result, Row, Scalar, read, write
 
 
 def _values(rows: Sequence[Row], *columns: str) -> list[tuple[Scalar, ...]]:
@@ -97,6 +97,13 @@ def write_report(path: Path) -> tuple[Path, Path]:
     table.write_text(markdown(result) + f"\n![{result.title}]({picture.name})\n", encoding="utf-8")
     plot(result, picture)
     return table, picture
+
+
+def publish(result: Result, root: Path) -> Path:
+    """Keep a result and its report below `root`; returns the result's file. ValueError as harness.write."""
+    path = write(result, root)
+    write_report(path)
+    return path
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     check = harness.checked(what, lambda: same_tokens(findings))
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
     config["model_config"] = msgspec.json.decode((CONFIGS / options.model / "config.json").read_bytes())
-    settings = [word for word in arguments if word not in ("--remark", options.remark)]
+    settings = harness.without(arguments, "--remark", options.remark)
     p = harness.provenance(config, "perf.engines.step_time", settings, options.remark)
     decode = [row for f in findings for row in f.decode]
     prefill = [row for f in findings for row in f.prefill]
@@ -107,8 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         result_of("step_time", DECODE, "Decode step per layout, CPU ranks", decode, check, p),
         result_of("prefill", PREFILL, "One long prompt to its first token, CPU ranks", prefill, check, p),
     ):
-        path = harness.write(result, options.results)
-        report.write_report(path)
+        report.publish(result, options.results)
         print(report.markdown(result))
     return 0
 

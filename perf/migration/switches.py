@@ -126,8 +126,7 @@ def main(arguments: Sequence[str]) -> int:
             view=view,
             rows=rows,
         )
-        path = harness.write(result, options.results)
-        report.write_report(path)
+        report.publish(result, options.results)
         print(report.markdown(result))
     return 0
 
