@@ -82,7 +82,9 @@ class Peers(Protocol):
         """
         ...
 
-    def merge_parts(self, out: torch.Tensor, lse: torch.Tensor, offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def merge_parts(
+        self, out: torch.Tensor, lse: torch.Tensor, counts: Sequence[int], offsets: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
         """[num_rows, H, L]: this rank's rows, attention over the whole context from every rank's part of it.
 
         out [T, H, L] and lse [T, H] (two buffers): a rank's results for the rows of all ranks, stacked; own row i is
@@ -170,13 +172,14 @@ class CollectivePeers:
         back[torch.cat(at)] = torch.cat(got)
         return back
 
-    def merge_parts(self, out: torch.Tensor, lse: torch.Tensor, offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
-        counts = offsets.diff().tolist()
+    def merge_parts(
+        self, out: torch.Tensor, lse: torch.Tensor, counts: Sequence[int], offsets: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
         mine = counts[self.rank]
         parts = [
             torch.stack(
                 self._comm.all_to_all(
-                    list(x[: sum(counts)].split(counts)), [(mine, *x.shape[1:]) for _ in range(self.size)]
+                    list(x[: sum(counts)].split(list(counts))), [(mine, *x.shape[1:]) for _ in range(self.size)]
                 )
             )
             for x in (out, lse)

@@ -192,7 +192,7 @@ def merges(peers: Peers, s: Setting) -> None:
         expected = (torch.stack(outs).double() * weight[..., None]).sum(dim=0).to(s.dtype)
         at = stacked(counts)
         out, lse = filled(peers, outs[me]), filled(peers, lses[me])
-        got = peers.merge_parts(out, lse, s.ints(at), counts[me] + pad)
+        got = peers.merge_parts(out, lse, counts, s.ints(at), counts[me] + pad)
         assert got.shape == (counts[me] + pad, heads, latent)
         close(got[: counts[me]], expected[at[me] : at[me + 1]])
 
