@@ -13,11 +13,19 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Arena:
-    """The bytes of one rank, divided as its MemoryMap says. On a CPU plain memory."""
+    """The bytes of one rank, divided as its MemoryMap says."""
 
-    def __init__(self, sizes: MemoryMap) -> None:
+    def __init__(self, sizes: MemoryMap, memory: torch.Tensor | None = None) -> None:
+        """memory: uint8, zeros, at least sizes.memory_bytes; None takes plain memory of the CPU."""
         self.sizes = sizes
-        self._bytes = torch.zeros(sizes.memory_bytes, dtype=torch.uint8)
+        if memory is None:
+            memory = torch.zeros(sizes.memory_bytes, dtype=torch.uint8)
+        assert memory.dtype is torch.uint8 and memory.numel() >= sizes.memory_bytes, (memory.dtype, memory.shape)
+        self._bytes = memory[: sizes.memory_bytes]
+
+    @property
+    def device(self) -> torch.device:
+        return self._bytes.device
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over the arena's bytes from `offset`, which must suit dtype's size."""
