@@ -40,6 +40,7 @@ LAYERS = {
     "splash_engines": 3,
     "splash_plugins": 3,
     "splash_trt.runtime": 4,
+    "splash_trt.runtime.noise": 2,
     "splash_trt.migration.mover": 4,
     "splash_trt.migration.transport": 4,
     "splash_trt.version": 0,
