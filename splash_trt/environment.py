@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # How an MPI library and its launcher tell a process that it is a rank. Of Slurm's variables those of the task alone: an
@@ -30,6 +32,12 @@ def mpi_rank() -> int:
 def mpi_size() -> int:
     """Ranks of this mpirun; 1 elsewhere."""
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or _srun_tasks())
+
+
+def ranks_here() -> int | None:
+    """Ranks of this mpirun on this node; None: the launcher does not say."""
+    here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS")
+    return int(here) if here else None
 
 
 def _srun_tasks() -> int:
@@ -74,3 +82,17 @@ def for_mpirun() -> dict[str, str]:
 def search_path() -> str | None:
     """Where to look for programs."""
     return os.environ.get("PATH")
+
+
+@contextlib.contextmanager
+def first_on_path(folder: Path) -> Iterator[None]:
+    """Meanwhile, what this process starts finds the programs in `folder` before all others."""
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = str(folder) if before is None else f"{folder}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before

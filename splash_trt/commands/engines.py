@@ -31,9 +31,18 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool)
 
 
 @click.command("inspect")
-@click.argument("engine", type=click.Path(path_type=Path))
-def inspect_command(engine: Path) -> None:
-    """Say what an engine holds."""
-    from splash_engines.open import format_inspection, inspect_engine
+@click.argument("engine", type=click.Path(path_type=Path), required=False)
+@click.option("--ops", is_flag=True, help="Say which implementation of each operation this machine uses, and why.")
+@click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="With --ops: of a step.")
+def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
+    """Say what an engine holds, or with --ops what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
+    from splash_engines.inspect_operations import DEEPSEEK_V3_2, format_operations, here, sizes_of
+    from splash_engines.open import format_inspection, inspect_engine, open_engine
 
-    click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))
+    if ops:
+        sizes = DEEPSEEK_V3_2 if engine is None else sizes_of(or_fail(lambda: open_engine(engine)).model)
+        click.echo(format_operations(here(), sizes, tokens))
+    elif engine is None:
+        raise click.UsageError("Missing argument 'ENGINE'.")
+    else:
+        click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))

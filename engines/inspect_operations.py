@@ -1,0 +1,84 @@
+"""What `splash-trt inspect --ops` says: each operation, its candidates, which one is used on this machine, and why."""
+
+from __future__ import annotations
+
+import textwrap
+
+import torch
+
+from splash_engines.operations import BLOCK, DSV3_A_OUT, DSV3_EXPERTS, DSV3_HIDDEN, TOP_K, Here, operations
+from splash_engines.registry import Choice, Dims, Registry
+from splash_engines.trtllm import Gpu, probe
+from splash_engines.trtllm_headers import find_headers
+from splash_trt.models.config import ModelConfig
+
+CONTEXT = 8192  # rows that the indexer chooses from
+WIDTH = 120
+ONLY = "the reference itself, and the only one here"
+
+# What TensorRT-LLM's operators were written for.
+DEEPSEEK_V3_2: dict[str, Dims] = {
+    "router_product": {"hidden": DSV3_HIDDEN, "experts": DSV3_EXPERTS},
+    "fused_a": {"hidden": DSV3_HIDDEN, "out": DSV3_A_OUT},
+    "indexer_topk": {"context": CONTEXT, "k": TOP_K},
+    "fp8_quantize": {"inner": DSV3_HIDDEN},
+    "fp8_product": {"inner": DSV3_HIDDEN, "out": 4096},
+}
+
+
+def here() -> Here:
+    """What this machine has. Loads TensorRT-LLM's operators where there is a GPU for them."""
+    gpu = Gpu.here()
+    return Here(gpu, probe(gpu), find_headers())
+
+
+def sizes_of(model: ModelConfig) -> dict[str, Dims]:
+    """Each operation's sizes in this model; operations that it has not are left out."""
+    sizes: dict[str, Dims] = {}
+    if model.experts is not None:
+        sizes["router_product"] = {"hidden": model.hidden_size, "experts": model.experts.num_experts}
+    sizes["fused_a"] = {"hidden": model.hidden_size, "out": (model.q_lora_rank or 0) + model.row_width}
+    if model.indexer is not None:
+        sizes["indexer_topk"] = {"context": CONTEXT, "k": model.indexer.top_k}
+    wide = 2 * model.intermediate_size
+    if model.hidden_size % BLOCK == 0 and wide % BLOCK == 0:
+        sizes["fp8_quantize"] = {"inner": model.hidden_size}
+        sizes["fp8_product"] = {"inner": model.hidden_size, "out": wide}
+    return sizes
+
+
+def format_operations(found: Here, sizes: dict[str, Dims], tokens: int) -> str:
+    """Decides each operation for `tokens` tokens in bfloat16 on this machine's device, and tells how."""
+    device = torch.device("cuda" if found.gpu is not None else "cpu")
+    name = found.gpu.name if found.gpu is not None else "a CPU"
+    trtllm = found.trtllm
+    lines = [
+        f"{tokens} tokens, bfloat16, on {name}",
+        f"TensorRT-LLM's operators: {trtllm.package or 'none'}",
+        *(line for reason in trtllm.reasons for line in _wrapped(reason, "  ")),
+    ]
+    registry = Registry(operations(found), device)
+    for operation in registry.operations.values():
+        dims = sizes.get(operation.name)
+        if dims is None:
+            lines += ["", f"{operation.name}: not in this model, or not at its sizes"]
+            continue
+        choice = registry.choose(operation.name, {"tokens": tokens, **dims}, torch.bfloat16)
+        shown = ", ".join(f"{key} {value:,}" for key, value in dims.items())
+        lines += ["", f"{operation.name} ({shown}): {operation.meaning}", *_candidates(choice)]
+    return "\n".join(lines)
+
+
+def _candidates(choice: Choice) -> list[str]:
+    width = max(len(f.candidate) for f in choice.findings)
+    lines = []
+    for finding in choice.findings:
+        took = "" if finding.microseconds is None else f"{finding.microseconds:,.1f} µs"
+        told = ", ".join(part for part in (took, finding.reason) if part) or ONLY
+        head = f"  {finding.candidate:<{width}}  {finding.verdict.value:<6}  "
+        lines += _wrapped(told, head)
+    return lines
+
+
+def _wrapped(text: str, head: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]

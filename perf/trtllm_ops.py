@@ -1,0 +1,82 @@
+"""TensorRT-LLM's operators against the plain reference and torch, on a Hopper GPU: which are right, and how fast.
+
+Run `python -m perf.trtllm_ops [--headers FOLDER]` on a machine with tensorrt_llm, or with the wheel that has only its
+operators. FOLDER holds deep_gemm/*.cuh as TensorRT-LLM 1.2 has them; without it they are taken from an installed
+flashinfer-python. Prints one line for each candidate and shape, and exits with 1 if an operator disagrees with its
+reference, or the FP8 block product cannot be made to work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from splash_engines.operations import Here, fp8_product_of, operations, quantize_blocks
+from splash_engines.registry import Dims, Registry, Verdict
+from splash_engines.trtllm import Gpu, probe
+from splash_engines.trtllm_headers import find_headers
+
+TOKENS = (1, 4, 16, 64, 256)
+GLM = {"hidden": 2048}  # GLM-4.7-Flash
+DEEPSEEK = {"hidden": 7168}  # DeepSeek-V3
+CASES: dict[str, tuple[Dims, ...]] = {
+    "router_product": ({**GLM, "experts": 64}, {**DEEPSEEK, "experts": 256}),
+    "fused_a": ({**GLM, "out": 1344}, {**DEEPSEEK, "out": 2112}),
+    "indexer_topk": ({"context": 8192, "k": 2048}, {"context": 32768, "k": 2048}),
+    "fp8_quantize": ({"inner": 2048}, {"inner": 7168}),
+    "fp8_product": ({"inner": 2048, "out": 3072}, {"inner": 7168, "out": 2304}, {"inner": 7168, "out": 4096}),
+}
+
+
+def check_plain_fp8(here: Here) -> int:
+    """The FP8 block product with nothing done for its compilation. A process of its own: it looks for headers once."""
+    operators = [here.trtllm.operator(name) for name in ("fp8_quantize_1x128", "fp8_block_scaling_gemm_impl")]
+    if any(isinstance(operator, str) for operator in operators):
+        print(operators)
+        return 1
+    weight, scale = quantize_blocks(torch.randn(256, 256, device="cuda"))
+    try:
+        fp8_product_of(operators[0], operators[1], None)(weight.new_ones((4, 256), dtype=torch.bfloat16), weight, scale)
+    except RuntimeError as error:
+        print(f"as it is: {str(error).splitlines()[0]}")
+        return 1
+    torch.cuda.synchronize()
+    print("as it is: works")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--headers", type=Path, help="folder that holds deep_gemm/")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--plain-fp8", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    gpu = Gpu.here()
+    here = Here(gpu, probe(gpu), find_headers(options.headers / "deep_gemm" if options.headers else None))
+    if options.plain_fp8:
+        return check_plain_fp8(here)
+    print(f"gpu {gpu}; torch {torch.__version__}; operators {here.trtllm.package}")
+    for reason in here.trtllm.reasons:
+        print(f"  {reason}")
+    print(f"headers {here.headers}")
+    subprocess.run([sys.executable, "-m", "perf.trtllm_ops", "--plain-fp8"], check=False, timeout=120)
+    registry = Registry(operations(here), torch.device("cuda" if gpu else "cpu"))
+    failed = False
+    for name, cases in CASES.items():
+        for dims in cases:
+            for tokens in options.tokens:
+                choice = registry.choose(name, {"tokens": tokens, **dims}, torch.bfloat16)
+                for f in choice.findings:
+                    took = f"{f.microseconds:9.1f} us" if f.microseconds is not None else " " * 12
+                    shape = " ".join(f"{key}={value}" for key, value in dims.items())
+                    print(f"{name:15} {shape:28} T={tokens:<4} {f.candidate:34} {f.verdict.value:6} {took} {f.reason}")
+                    failed |= f.verdict in (Verdict.WRONG, Verdict.ABSENT)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
