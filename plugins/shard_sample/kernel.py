@@ -58,7 +58,8 @@ def noise(hashes):
     its digits near 0 only. -log(1 - w) is w + w**2 / 2 + … where w is small, as the logarithm is inexact near 1.
     """
     above = hashes.to(tl.int64, bitcast=True) < 0  # u >= 0.5
-    cell = (tl.where(above, hashes ^ 0xFFFFFFFFFFFFFFFF, hashes) & 0xFFFFFFFFFFFFF000) | 0x800  # its middle, as the reference has it
+    # The middle of the reference's cell.
+    cell = (tl.where(above, hashes ^ 0xFFFFFFFFFFFFFFFF, hashes) & 0xFFFFFFFFFFFFF000) | 0x800
     high, low = (cell >> 32).to(tl.int32), (cell & 0xFFFFFFFF).to(tl.uint32)
     w = high.to(tl.float32) * 2.0**-32 + low.to(tl.float32) * 2.0**-64
     series = w * (1.0 + w * (0.5 + w * (1 / 3 + w * (0.25 + w * 0.2))))
@@ -154,7 +155,7 @@ def best_of_shard(
     position: Tensor,
     first_id: int,
     score: Tensor,
-    id: Tensor,  # noqa: A002
+    id: Tensor,
 ) -> None:
     """As the reference, for logits of at most 32 bits; allocates 8 bytes for each row and block between its kernels."""
     num_rows, num_ids = logits.shape

@@ -23,7 +23,7 @@ def best_of_shard(
     position: Tensor,
     first_id: int,
     score: Tensor,
-    id: Tensor,  # noqa: A002
+    id: Tensor,
 ) -> None:
     """Fills score [W] float64 and id [W] int64: of each row, the best id of this shard and how good it is.
 

@@ -25,7 +25,7 @@ def cases(num_rows: int, num_ids: int, dtype: torch.dtype, seed: int) -> tuple[t
     """Logits with every extreme in them, and temperatures and seeds to go with them."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(num_rows, num_ids)) * rng.choice([0.1, 1.0, 5.0, 30.0], (num_rows, 1))
-    kind = rng.integers(0, 12, num_rows)
+    kind = np.arange(num_rows) % 12
     x[kind == 0] = np.round(x[kind == 0])  # many ties
     x[kind == 1] = 2.5  # all equal
     x[kind == 2] = 0.0
@@ -38,7 +38,7 @@ def cases(num_rows: int, num_ids: int, dtype: torch.dtype, seed: int) -> tuple[t
         if num_ids:
             x[kind == at, -1] = bad
     table = np.zeros(num_rows, SAMPLING_DTYPE)
-    table["temperature"] = rng.choice(TEMPERATURES, num_rows)
+    table["temperature"] = rng.permutation(np.resize(TEMPERATURES, num_rows))
     table["top_p"], table["logprobs"] = 1.0, -1
     table["seed"] = rng.integers(0, 2**63 - 1, num_rows)
     return torch.from_numpy(x).to(dtype), table
@@ -65,7 +65,7 @@ def found_by(
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "num_rows, widths", [(0, [40]), (1, [3000]), (7, [1]), (7, [2500]), (150, [1024, 0, 1500]), (150, [37, 2049])]
+    "num_rows, widths", [(0, [40]), (1, [3000]), (7, [1]), (7, [2500]), (36, [1024, 0, 1500]), (12, [37, 2049])]
 )
 def test_ids_are_the_samplers(
     how: ModuleType, num_rows: int, widths: list[int], dtype: torch.dtype, device: str
@@ -75,7 +75,8 @@ def test_ids_are_the_samplers(
     parts, first = [], 0
     for width in widths:
         # An empty shard must lose every tie, so its id lies behind the vocabulary.
-        parts.append(found_by(how, x[:, first : first + width], table, position, first if width else sum(widths), device))
+        shard = x[:, first : first + width]
+        parts.append(found_by(how, shard, table, position, first if width else sum(widths), device))
         first += width
     tokens = torch.full((num_rows,), -7, device=device)
     how.best_of_shards(torch.stack(parts), tokens)
@@ -84,10 +85,10 @@ def test_ids_are_the_samplers(
 
 @IMPLEMENTATIONS
 def test_far_seeds_positions_and_ids(how: ModuleType, device: str) -> None:
-    x, table = cases(60, 300, torch.float32, seed=3)
+    x, table = cases(24, 300, torch.float32, seed=3)
     table["temperature"] = 1.0
     table["seed"][:3] = [0, 1, 2**63 - 1]
-    position = np.random.default_rng(0).integers(0, 2**31 - 1, 60)
+    position = np.random.default_rng(0).integers(0, 2**31 - 1, 24)
     first = 2**31 - 301
     found = found_by(how, x, table, position, first, device).cpu()
     keys = noise.row_keys(torch.from_numpy(table["seed"].copy()), torch.from_numpy(position))
@@ -146,5 +147,3 @@ def test_estimates_keep_their_error_bound(device: str) -> None:
     _estimates[(len(bits) // 1024,)](bits.to(device), out, BLOCK=1024)
     want = noise.uniform(bits).log_().neg_().log_().neg_()
     assert (out.cpu().double() - want).abs().max() < 2e-5  # of 1e-3 that the kernel allows for
-
-
