@@ -24,6 +24,8 @@ class Layout(enum.IntEnum):
 
 
 DTYPES = ("float64", "float32", "bfloat16")
+RUN_ON = ("cpu", "gpu")
+SIMULATED_ROUTING = ("", "uniform")
 FORMATS = (*DTYPES, "fp8")
 
 
@@ -47,6 +49,8 @@ class Formats:
             if value is not None and value not in FORMATS:
                 raise ValueError(f"formats.{field}: {value!r} is not one of {', '.join(FORMATS)}")
 
+MOST_MEMORY_BYTES = 1 << 50
+
 MAX_DEADLINE_S = 1e6
 """Eleven days; clocks count nanoseconds in 64 bits, which infinity does not fit."""
 
@@ -59,6 +63,8 @@ class EngineConfig:
     """
 
     num_ranks: int = 1
+    run_on: str = "cpu"
+    """What a rank computes on: "cpu", or "gpu", one GPU for each rank."""
     layout: Layout = Layout.TP
     dtype: str = "float32"
     """Arithmetic, weights and cache: float64 for proofs, float32, bfloat16."""
@@ -96,17 +102,22 @@ class EngineConfig:
     """How long a switch may hold admissions while it waits for room."""
     step_deadline_s: float = 120.0
     """A rank that waits longer than this inside one step ends the run."""
+    simulate_routing: str = ""
+    """For performance work with random weights, whose routers prefer few experts: "uniform" replaces each token's
+    choice of experts by a uniformly random one, which its layer, position and id decide alone. Outputs are nonsense."""
 
     def __post_init__(self) -> None:
         for layout in (self.layout, *self.layouts):
             if not isinstance(layout, Layout):
                 field = "layout" if layout is self.layout else "layouts"
                 raise ValueError(f"{field}: {layout!r} is not a Layout; Layout.parse makes one of a name")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for field, allowed in (("dtype", DTYPES), ("run_on", RUN_ON), ("simulate_routing", SIMULATED_ROUTING)):
+            if getattr(self, field) not in allowed:
+                names = ", ".join(name or "an empty string" for name in allowed)
+                raise ValueError(f"{field}: {getattr(self, field)!r} is not one of {names}")
         for field, low, high in (
             ("num_ranks", 1, 1024),
-            ("memory_bytes", 1, 1 << 50),
+            ("memory_bytes", 1, MOST_MEMORY_BYTES),
             ("page_tokens", 1, 4096),
             ("max_batch_tokens", 1, 1 << 20),
             ("max_running", 1, 1 << 16),
@@ -124,8 +135,8 @@ class EngineConfig:
             raise ValueError(f"max_context: {self.max_context!r} is not a whole number of tokens {least}")
         for field in ("step_deadline_s", "switch_deadline_s"):
             if not 0 < getattr(self, field) <= MAX_DEADLINE_S:
-                allowed = f"a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}"
-                raise ValueError(f"{field}: {getattr(self, field)} is not {allowed}")
+                seconds = f"a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}"
+                raise ValueError(f"{field}: {getattr(self, field)} is not {seconds}")
         for field in ("switch_hold_s", "migration_max_slowdown", "max_wait_s"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is negative")

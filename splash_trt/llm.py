@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import torch
 
 from splash_trt import environment
-from splash_trt.config import EngineConfig, Layout
+from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
-from splash_trt.dist.world import ThreadWorld, World
+from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes
+from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
@@ -40,9 +42,10 @@ class LLM:
 
     checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. layout
     "auto" follows the load; `device` (a built-in description or a file) tells it how long steps take, `objective` what
-    it goes for: throughput, latency or bounded:MS. `config` takes the remaining fields of EngineConfig. Raises
-    ValueError for a wrong configuration or checkpoint, before any rank starts. Close it, or use it as a context
-    manager.
+    it goes for: throughput, latency or bounded:MS. run_on is "cpu", "gpu" (one for each rank; several ranks then need
+    mpirun) or "auto": GPUs where every rank has one. `config` takes the remaining fields of EngineConfig; on GPUs
+    dtype is bfloat16 and memory_bytes 85 % of the smallest GPU's memory, unless they are given. Raises ValueError for
+    a wrong configuration or checkpoint, before any rank starts. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LLM:
         checkpoint: str | Path,
         *,
         ranks: int = 1,
+        run_on: str = "auto",
         layout: str = "tp",
         dummy_weights: int | None = None,
         device: str | Path | None = None,
@@ -60,15 +64,14 @@ class LLM:
         goal = Objective.parse(objective)
         known = None if device is None else load_device(device)
         self.model: ModelConfig = load_config(folder)
-        if config.get("dtype") is None:
-            config["dtype"] = self.model.dtype
         auto = layout == "auto"
         if auto:
             config.setdefault("layouts", tuple(Layout))
-        self.config = EngineConfig(num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout), **config)
-        refuse_unrunnable(self.model, self.config)
-        self.capacity = capacity(self.model, self.config, self.config.layout)
-        model_sizes(self.model, self.config)  # refuses what another allowed layout has no room for, while no rank runs
+        self._fields = dict(config, num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout))
+        if config.get("dtype") is None:
+            self._fields.pop("dtype", None)
+        # Refuses what any allowed layout has no room for, while no rank runs. GPUs are asked for theirs by their ranks.
+        self.config = self._configured(_run_on(run_on, ranks), MOST_MEMORY_BYTES)
         self._source: WeightSource = (
             Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
         )
@@ -77,12 +80,30 @@ class LLM:
         self._broken = False
         self._closed = False
         self._close: Callable[[], None] = lambda: None
-        self._worker = start_worker(self._start(), self.model, self.config, self._source, self._tokenizer)
+        world = self._start(run_on)
+        on_gpu = world.device.type == "cuda"
+        if on_gpu or self.config.run_on == "gpu":
+            self.config = self._configured(*(("gpu", default_arena_bytes(world)) if on_gpu else ("cpu", 0)))
+        self.capacity = capacity(self.model, self.config, self.config.layout)
+        self._worker = start_worker(world, self.model, self.config, self._source, self._tokenizer)
         rank = self._worker.world.rank
         self.orchestrator: Orchestrator | None = None
         if rank == 0:
-            policy = cost_policy(self.model, self.config, known or device_for(folder, ranks), goal) if auto else None
+            policy = None
+            if auto:
+                known = known or device_for(folder, ranks, on_gpu=on_gpu)
+                policy = cost_policy(self.model, self.config, known, goal)
             self.orchestrator = Orchestrator.of(self.model, self.config, self._worker, policy)
+
+    def _configured(self, run_on: str, gpu_bytes: int) -> EngineConfig:
+        """For ranks there; gpu_bytes: an arena's on a GPU where memory_bytes is not given. ValueError as __init__."""
+        fields = {"dtype": self.model.dtype, **DEFAULTS[run_on], **self._fields, "run_on": run_on}
+        if run_on == "gpu":
+            fields.setdefault("memory_bytes", gpu_bytes)
+        config = EngineConfig(**fields)
+        refuse_unrunnable(self.model, config)
+        model_sizes(self.model, config)
+        return config
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -174,16 +195,17 @@ class LLM:
             with suppress(RankFailure):  # which then is the error, or follows from it
                 self.close()
 
-    def _start(self) -> World:
+    def _start(self, run_on: str) -> World:
         """This process's rank of the world; without mpirun the other ranks start here, as threads."""
         deadline_s = self.config.step_deadline_s
         if not environment.under_mpirun():
-            threads = ThreadWorld(self.config.num_ranks, deadline_s)
+            device = torch.device("cuda", 0) if self.config.run_on == "gpu" else CPU
+            threads = ThreadWorld(self.config.num_ranks, deadline_s, device)
             self._close = lambda: self._end(threads.join)
             return threads.start(self._follow)
         from splash_trt.dist.world_mpi import MpiWorld  # makes this process a rank
 
-        mpi = MpiWorld(deadline_s, STARTUP_DEADLINE_S)
+        mpi = MpiWorld(deadline_s, STARTUP_DEADLINE_S, run_on)
         if mpi.world.size != self.config.num_ranks:
             raise ValueError(f"ranks: {self.config.num_ranks} asked for, but mpirun started {mpi.world.size}")
         self._close = lambda: self._end(mpi.close)
@@ -195,13 +217,22 @@ class LLM:
         while worker.follow() is not None:
             pass
 
-    def _end(self, leave: Callable[[], None]) -> None:
+    def _end(self, leave: Callable[[], object]) -> None:
         """Rank 0 tells the others that it is over; under mpirun they wait for that here."""
         if self.orchestrator is not None:
             self._worker.world.control.send(Kind.STOP)
         else:
             self._worker.follow()
         leave()
+
+
+def _run_on(wish: str, ranks: int) -> str:
+    """EngineConfig.run_on, as this process alone can tell; ValueError if it cannot be."""
+    if environment.under_mpirun():
+        return choose(wish, environment.ranks_here())
+    if ranks > 1 and wish == "gpu":
+        raise ValueError(f"run_on: on GPUs {ranks} ranks are processes: start the script with mpirun -n {ranks}")
+    return choose("cpu" if ranks > 1 and wish == "auto" else wish, ranks)
 
 
 def _completion(request: Request, deltas: Sequence[TokenDelta]) -> Completion:

@@ -20,8 +20,9 @@ import msgspec
 
 from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
-from splash_trt.config import EngineConfig, Layout
+from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
+from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
@@ -61,6 +62,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A folder with a config.json, for dummy weights."""
     dummy_weights: int | None = None
     ranks: int = 1
+    run_on: str = "auto"
     layout: str = "auto"
     dtype: str | None = None
     memory_bytes: int | None = None
@@ -69,6 +71,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 256
     max_context: int | None = None
     step_deadline_s: float = 60.0
+    simulate_routing: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     device: str | None = None
@@ -122,14 +125,21 @@ def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
     return model, DummyWeights(model, options.dummy_weights)
 
 
-def engine_config(options: ServeOptions, model: ModelConfig) -> EngineConfig:
-    """Every layout is allowed whatever the first one is, so that an operator can switch. Raises ValueError."""
+def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory_bytes: int | None) -> EngineConfig:
+    """Every layout is allowed whatever the first one is, so that an operator can switch. Raises ValueError.
+
+    run_on: EngineConfig's. memory_bytes: an arena's where no option says it; None: as much as ranks on CPUs need.
+    """
     auto = options.layout.lower() == "auto"
-    fields: dict[str, Any] = dict(
+    fields: dict[str, Any] = {"dtype": model.dtype, **DEFAULTS[run_on]}
+    if options.dtype is not None:
+        fields["dtype"] = options.dtype
+    fields |= dict(
         num_ranks=options.ranks,
+        run_on=run_on,
         layout=Layout.TP if auto else Layout.parse(options.layout),
         layouts=tuple(Layout),
-        dtype=options.dtype or model.dtype,
+        simulate_routing=options.simulate_routing or "",
         page_tokens=options.page_tokens,
         max_batch_tokens=options.max_batch_tokens,
         max_running=options.max_running,
@@ -137,7 +147,7 @@ def engine_config(options: ServeOptions, model: ModelConfig) -> EngineConfig:
         step_deadline_s=options.step_deadline_s,
     )
     refuse_unrunnable(model, EngineConfig(**fields))
-    memory = options.memory_bytes
+    memory = options.memory_bytes or memory_bytes
     if memory is None:
         memory = default_memory_bytes(model, EngineConfig(**fields))
     config = EngineConfig(memory_bytes=memory, **fields)
@@ -189,9 +199,16 @@ def check_before_ranks(options: ServeOptions) -> None:
     """ValueError or OSError for everything that can be known before there are ranks."""
     options.check()
     model, _ = open_model(options)
-    engine_config(options, model)
+    run_on = choose(options.run_on, _ranks_here(options))
+    # How much memory GPUs have is asked for on their ranks: asking takes some of it.
+    engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
     if environment.mpi_rank() == 0:
         check_frontend(options)
+
+
+def _ranks_here(options: ServeOptions) -> int | None:
+    """Ranks on this machine, if that is known."""
+    return environment.ranks_here() if environment.under_mpirun() else options.ranks
 
 
 def tokenizer_folder(options: ServeOptions) -> Path | None:
@@ -228,18 +245,23 @@ def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_
     def program(world: World) -> int:
         return _serve(world, options, link_address, frontends)
 
-    run_under_mpi(program, options.step_deadline_s, STARTUP_DEADLINE_S)
+    run_under_mpi(program, options.step_deadline_s, STARTUP_DEADLINE_S, options.run_on)
 
 
 def _serve(world: World, options: ServeOptions, link_address: str | None, frontends: OwnFrontends | None) -> int:
     model, source = open_model(options)
-    config = engine_config(options, model)
+    on_gpu = world.device.type == "cuda"
+    run_on, memory_bytes = ("gpu", default_arena_bytes(world)) if on_gpu else ("cpu", None)
+    config = engine_config(options, model, run_on, memory_bytes)
     worker = start_worker(world, model, config, source, tokenizer_folder(options))
     if world.rank != 0:
         worker.follow()
         return 0
     assert link_address is not None
-    device = load_device(options.device) if options.device else device_for(options.folder, options.ranks)
+    if options.device:
+        device = load_device(options.device)
+    else:
+        device = device_for(options.folder, options.ranks, on_gpu=on_gpu)
     config = dataclasses.replace(config, migration_bytes=device.migration_bytes)
     policy = cost_policy(model, config, device, Objective.parse(options.objective))
     orchestrator = Orchestrator.of(model, config, worker, policy)

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from splash_trt import environment, link
+from splash_trt.dist.place import choose
 from splash_trt.dist.watchdog import last_words
 from splash_trt.frontend.main import EXIT_FAILED
 from splash_trt.frontends import Frontends, how_it_ended
@@ -55,7 +56,8 @@ def supervise(options: ServeOptions) -> int:
 
         settings = RankSettings(options=options, link_address=address, lifeline_path=str(lifeline_path))
         program = [sys.executable, "-m", "splash_trt", "serve-rank", msgspec.json.encode(settings).decode()]
-        command = mpirun_command(options.ranks, program)
+        on_gpus = choose(options.run_on, options.ranks) == "gpu"
+        command = mpirun_command(options.ranks, program, on_gpus=on_gpus)
         lifeline = Lifeline(lifeline_path)
         http = frontend_options(options, address)
         frontends = Frontends(http, options.http.frontends, Path(folder), restarts=True, failed=say)

@@ -9,12 +9,14 @@ import click
 import msgspec
 
 from splash_trt import environment
-from splash_trt.config import DTYPES
+from splash_trt.config import DTYPES, SIMULATED_ROUTING
 from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.observe.options import observe_options
 from splash_trt.options import Size, or_fail
 
 OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throughput, p99 per token at most MS)."
+MEMORY_HELP = "One rank's arena: weights, workspaces and cache; default on GPUs: 85 % of the smallest one's memory."
+ROUTING_HELP = "Random experts instead of the router's, for performance work with random weights; outputs are nonsense."
 DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's calibration, else this machine."
 
 
@@ -22,15 +24,19 @@ DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's cal
 @click.option("--engine", help="Engine folder, made by `splash-trt build`.")
 @click.option("--model", help="Folder with a config.json, for --dummy-weights.")
 @click.option("--dummy-weights", type=int, metavar="SEED", help="Random weights of the model's sizes; no tokenizer.")
+@click.option("--load", type=click.Choice(["dummy"]), help="dummy: short for --dummy-weights 0.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
+@click.option("--run-on", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
+              help="auto: GPUs where every rank has one.")  # fmt: skip
 @click.option(
     "--layout", type=click.Choice(["auto", "tp", "dp", "cp", "dop"]), default="auto", show_default=True,
     help="auto follows the load; another is where it starts and stays until an operator switches.",
 )  # fmt: skip
 @click.option("--objective", default="throughput", show_default=True, metavar="GOAL", help=OBJECTIVE_HELP)
 @click.option("--device", metavar="NAME|FILE", help=DEVICE_HELP)
-@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
-@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena: weights, workspaces and cache.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
+@click.option("--memory", "memory_bytes", type=Size(), help=MEMORY_HELP)
+@click.option("--simulate-routing", type=click.Choice(SIMULATED_ROUTING[1:]), help=ROUTING_HELP)
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
 @click.option("--max-batch-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step.")
 @click.option("--max-running", type=int, default=256, show_default=True, help="Most requests that hold cache.")
@@ -45,11 +51,13 @@ DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's cal
 @click.option("--client-endpoint", metavar="ADDRESS",
               help="Serve Triton's model here: ipc:///path or tcp://127.0.0.1:PORT.")  # fmt: skip
 @observe_options
-def serve_command(ranks: int | None, **fields: Any) -> None:
+def serve_command(ranks: int | None, load: str | None, **fields: Any) -> None:
     """Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun."""
     from splash_trt.serve import ServeOptions, check_before_ranks, serve_rank
     from splash_trt.supervise import supervise
 
+    if load == "dummy" and fields["dummy_weights"] is None:
+        fields["dummy_weights"] = 0
     http = or_fail(lambda: take_settings(fields))
     options = ServeOptions(ranks=ranks or environment.mpi_size(), http=http, **fields)
     or_fail(lambda: check_before_ranks(options))

@@ -28,9 +28,10 @@ class MpiCollectives(ExchangeCollectives):
         super().__init__(comm.Get_rank(), comm.Get_size(), watch)
         self._comm = comm.Dup()
 
-    def close(self) -> None:
-        """Gives the communicator back."""
+    def close(self) -> bool:
+        """Gives the communicator back; True: that is done."""
         self._comm.Free()
+        return True
 
     def _exchange(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> None:
         requests = []

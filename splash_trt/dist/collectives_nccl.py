@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ from splash_trt.dist.exchange import ExchangeCollectives
 
 _LOOPBACK = "127.0.0.1"
 _HOST_BYTES = 256
+CLOSE_S = 20.0
 
 
 class NcclCollectives(ExchangeCollectives):
@@ -38,6 +40,7 @@ class NcclCollectives(ExchangeCollectives):
     ) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), watch)
         timeout = datetime.timedelta(seconds=deadline_s)
+        self._device = device
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
@@ -51,8 +54,19 @@ class NcclCollectives(ExchangeCollectives):
             device_id=device if on_gpu else None,
         )
 
-    def close(self) -> None:
-        """Ends the group. CUDA graphs that hold its work must be gone: it would wait for them for ever."""
+    def close(self, deadline_s: float = CLOSE_S) -> bool:
+        """Ends the group; False if it has not ended by the deadline, and goes on trying on a thread of its own.
+
+        CUDA graphs that hold its work must be gone: it would wait for them for ever.
+        """
+        ending = threading.Thread(target=self._end, name="end of NCCL", daemon=True)
+        ending.start()
+        ending.join(deadline_s)
+        return not ending.is_alive()
+
+    def _end(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the current device is the thread's own
         dist.destroy_process_group()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

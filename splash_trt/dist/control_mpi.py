@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 
 from mpi4py import MPI
 
@@ -19,15 +20,37 @@ MAX_BEHIND = 4  # messages that a rank may lag behind before rank 0 waits for it
 _STATUS_TAG = 99  # in `agree`; other tags are those of Kind
 _MAX_STATUS_BYTES = 2000  # short enough to leave at once, whether or not anybody listens
 
-# A message that follows the last one closely is met within a few microseconds; a rank that has been idle for longer
-# looks a thousand times a second, 2 % of a core.
-_BRISK_S, _BRISK_PAUSE_S, _IDLE_PAUSE_S = 0.005, 50e-6, 1e-3
+_BRISK_PAUSE_S, _IDLE_PAUSE_S = 50e-6, 1e-3
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How a rank waits for a message: at first without a pause, then looking each 50 us, later each millisecond, which
+    takes 2 % of a core."""
+
+    spin_s: float
+    brisk_s: float
+    """From the begin of the wait, like spin_s."""
+
+
+SHARED_CORES = Patience(spin_s=0.0, brisk_s=0.005)
+"""For ranks that compute on their cores, and may have to share them."""
+OWN_CORES = Patience(spin_s=0.2, brisk_s=2.0)
+"""For ranks that compute on GPUs: a plan that is met late leaves the GPU idle, and the core has nothing else to do."""
 
 
 class MpiControl(Control):
     """One rank's end; the constructor and `close` are collective over `comm`."""
 
-    def __init__(self, comm: MPI.Intracomm, watch: Watch, deadline_s: float, startup_deadline_s: float) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        watch: Watch,
+        deadline_s: float,
+        startup_deadline_s: float,
+        patience: Patience = SHARED_CORES,
+    ) -> None:
+        self._patience = patience
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._comm = comm.Dup()
@@ -59,7 +82,7 @@ class MpiControl(Control):
         assert self.rank != 0
         self._watch.idle()
         status = MPI.Status()
-        pause = _Pause()
+        pause = _Pause(self._patience)
         while (found := self._comm.Improbe(0, MPI.ANY_TAG, status)) is None:
             pause()
         payload = bytearray(status.Get_count(MPI.BYTE))
@@ -83,7 +106,7 @@ class MpiControl(Control):
     def _await_statuses(self, missing: set[int]) -> None:
         end = time.monotonic() + self._startup_deadline_s
         status = MPI.Status()
-        pause = _Pause()
+        pause = _Pause(self._patience)
         while missing:
             found = self._comm.Improbe(MPI.ANY_SOURCE, _STATUS_TAG, status)
             if found is not None:
@@ -103,7 +126,7 @@ class MpiControl(Control):
     def _await_taken(self, limit: int) -> None:
         """Until no rank has more than `limit` messages to take."""
         end = time.monotonic() + self._deadline_s
-        pause = _Pause()
+        pause = _Pause(self._patience)
         while True:
             self.progress()
             behind = {rank for rank, sent in enumerate(self._sent) if len(sent) > limit}
@@ -118,14 +141,17 @@ class MpiControl(Control):
 
 
 class _Pause:
-    """Sleeps between two looks: briefly at first, then longer."""
+    """Sleeps between two looks: not at all at first, then briefly, then longer."""
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
+    def __init__(self, patience: Patience) -> None:
+        begin = time.monotonic()
+        self._spin_end = begin + patience.spin_s
+        self._brisk_end = begin + patience.brisk_s
 
     def __call__(self) -> None:
-        brisk = time.monotonic() - self._begin < _BRISK_S
-        time.sleep(_BRISK_PAUSE_S if brisk else _IDLE_PAUSE_S)
+        now = time.monotonic()
+        if now >= self._spin_end:
+            time.sleep(_BRISK_PAUSE_S if now < self._brisk_end else _IDLE_PAUSE_S)
 
 
 def _names(ranks: set[int]) -> str:

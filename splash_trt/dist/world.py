@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
+
 from splash_trt.dist.baton import Baton
 from splash_trt.dist.board import Board, Watch
 from splash_trt.dist.collectives import Collectives
@@ -20,6 +22,7 @@ from splash_trt.dist.control import Control
 from splash_trt.dist.control_threads import Mailboxes, ThreadControl
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class World:
     collectives: Collectives
     control: Control
     watch: Watch
+    device: torch.device = CPU
+    """What this rank computes on. On a GPU the collectives take tensors there."""
 
 
 @dataclass
@@ -46,12 +51,13 @@ class ThreadWorld:
 
     Either `run`, in which every rank is a new thread, or `start`, in which the calling thread is rank 0. A rank that
     raises ends the world: every other rank's next or present wait raises RankFailure naming it. So does a wait of
-    `deadline_s` for a rank that does not come.
+    `deadline_s` for a rank that does not come. Only a rank that is alone may have a GPU: threads take turns.
     """
 
-    def __init__(self, size: int, deadline_s: float = 60.0) -> None:
+    def __init__(self, size: int, deadline_s: float = 60.0, device: torch.device = CPU) -> None:
         if size < 1:
             raise ValueError(f"size: {size} is not a positive number of ranks")
+        assert size == 1 or device.type == "cpu", (size, device)
         self.size = size
         self.board = Board.local(size)
         self._baton = Baton(size, deadline_s)
@@ -61,7 +67,7 @@ class ThreadWorld:
             watch = Watch(self.board, rank)
             collectives = ThreadCollectives(rank, meeting, self._baton, watch)
             control = ThreadControl(rank, boxes, self._baton, watch)
-            self.ranks.append(World(rank, size, collectives, control, watch))
+            self.ranks.append(World(rank, size, collectives, control, watch, device))
         self._threads: list[threading.Thread] = []
         self._failed: list[tuple[int, BaseException]] = []
 

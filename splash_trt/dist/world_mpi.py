@@ -10,14 +10,17 @@ import traceback
 from types import TracebackType
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from splash_trt.dist.board import ROW_BYTES, Board, Watch
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.collectives_mpi import MpiCollectives
-from splash_trt.dist.control_mpi import MpiControl
+from splash_trt.dist.collectives_nccl import NcclCollectives
+from splash_trt.dist.control_mpi import OWN_CORES, SHARED_CORES, MpiControl
+from splash_trt.dist.place import num_gpus, refuse
 from splash_trt.dist.watchdog import Watchdog, last_words
-from splash_trt.dist.world import World
+from splash_trt.dist.world import CPU, World
 
 EXIT_ERROR = 1
 
@@ -25,11 +28,15 @@ EXIT_ERROR = 1
 class MpiWorld:
     """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
 
+    run_on is one of place.CHOICES; "auto" means GPUs if every rank of every node has one. A rank's GPU is the one whose
+    number the rank has among those of its node. Raises ValueError if a node has fewer GPUs than ranks that are to have
+    one.
+
     From here on an exception that nothing catches, on any thread, and an exit without `close` end all ranks (MPI alone
     would leave the others waiting).
     """
 
-    def __init__(self, deadline_s: float, startup_deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, startup_deadline_s: float, run_on: str = "cpu") -> None:
         comm = MPI.COMM_WORLD
         self._node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         assert isinstance(self._node, MPI.Intracomm)
@@ -37,15 +44,22 @@ class MpiWorld:
         watch = Watch(_board(self._node, self._window, comm.Get_rank()), comm.Get_rank())
         self._watchdog = Watchdog(watch, deadline_s, startup_deadline_s)
         self._watchdog.start()
-        self._control = MpiControl(comm, watch, deadline_s, startup_deadline_s)
-        self._collectives = MpiCollectives(comm, watch)
-        self.world = World(comm.Get_rank(), comm.Get_size(), self._collectives, self._control, watch)
+        device = rank_device(comm, self._node, run_on)
+        on_gpu = device.type == "cuda"
+        patience = OWN_CORES if on_gpu else SHARED_CORES
+        self._control = MpiControl(comm, watch, deadline_s, startup_deadline_s, patience)
+        self._collectives = NcclCollectives(comm, watch, device, deadline_s) if on_gpu else MpiCollectives(comm, watch)
+        self.world = World(comm.Get_rank(), comm.Get_size(), self._collectives, self._control, watch, device)
         sys.excepthook = self._uncaught
         threading.excepthook = lambda args: self.end_all(args.exc_value or args.exc_type())
         atexit.register(self._left_early)
 
-    def close(self) -> None:
-        """After every rank has done its work: gives everything back and ends MPI."""
+    def close(self) -> bool:
+        """After every rank has done its work: gives everything back and ends MPI.
+
+        CUDA graphs that hold collectives must be gone. False if NCCL did not end in time: whoever owns the process
+        should then end it without Python's own clean-up, which may wait for NCCL again.
+        """
         atexit.unregister(self._left_early)
         self.world.watch.ending()
         # The last wait for others that the watchdog sees: it reads the window, which goes next.
@@ -54,10 +68,13 @@ class MpiWorld:
         self.world.watch.detach()
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         self._control.close()
-        self._collectives.close()
+        ended = self._collectives.close()
+        if not ended:
+            last_words(f"rank {self.world.rank}: NCCL did not end in time, and is left to the end of the process")
         self._window.Free()
         self._node.Free()
         MPI.Finalize()
+        return ended
 
     def end_all(self, error: BaseException, code: int = EXIT_ERROR) -> None:
         """Ends all ranks with `code`, and with this rank, its step and the cause on stderr. Does not return."""
@@ -78,6 +95,22 @@ def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
         sys.stdout.flush()
     last_words(f"{place}: {_in_words(error)}")
     MPI.COMM_WORLD.Abort(code)
+
+
+def rank_device(comm: MPI.Intracomm, node: MPI.Intracomm, run_on: str) -> torch.device:
+    """What this rank computes on, see MpiWorld. node: the ranks of `comm` on this node. Collective."""
+    if run_on == "cpu":
+        return CPU
+    fewest = np.array([num_gpus() - node.Get_size()], np.int64)
+    spare = fewest.copy()
+    comm.Allreduce(spare, fewest, MPI.MIN)
+    if fewest[0] >= 0:
+        return torch.device("cuda", node.Get_rank())
+    if run_on == "gpu":
+        if spare[0] < 0:
+            refuse(node.Get_size())
+        raise ValueError("run_on: gpu needs a GPU for each rank, and another node has too few")
+    return CPU
 
 
 def _in_words(error: BaseException) -> str:

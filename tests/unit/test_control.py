@@ -296,6 +296,17 @@ class TestMpirunCommand:
         command = launch.mpirun_command(2, ["x"])
         assert transport in command and ("nanosleep" in command) is nanosleep
 
+    @pytest.mark.parametrize(("version", "transport"), [("4.1.6", "vader"), ("5.0.11", "sm")])
+    def test_ranks_on_gpus_may_use_their_cores_and_get_plans_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, transport: str
+    ) -> None:
+        fake_mpirun(tmp_path, f"mpirun (Open MPI) {version}")
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        command = launch.mpirun_command(2, ["x"], on_gpus=True)
+        assert "nanosleep" not in command and f"self,{transport}" in command
+        assert command[command.index("mpi_yield_when_idle") + 1] == "0"
+        assert command[command.index(f"btl_{transport}_eager_limit") + 1] == "65536"
+
     def test_path_is_searched_next(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         program = fake_mpirun(tmp_path, "mpirun (Open MPI) 4.1.6")
         monkeypatch.setattr(sys, "executable", "/nowhere/python")

@@ -1,0 +1,131 @@
+"""What ranks compute on: who gets a GPU, what is refused, and which defaults differ there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from splash_trt import environment
+from splash_trt.config import EngineConfig
+from splash_trt.dist import place
+from splash_trt.dist.world import ThreadWorld
+from splash_trt.llm import LLM
+from splash_trt.models.families import load_config
+from splash_trt.serve import ServeOptions, check_before_ranks, engine_config
+
+TINY = Path(__file__).resolve().parents[2] / "perf" / "configs" / "tiny"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how many GPUs there seem to be."""
+    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("wish", "count", "ranks", "chosen"),
+        [
+            ("auto", 0, 2, "cpu"),
+            ("auto", 1, 2, "cpu"),
+            ("auto", 2, 2, "gpu"),
+            ("auto", 4, None, "gpu"),
+            ("auto", 0, None, "cpu"),
+            ("cpu", 4, 2, "cpu"),
+            ("gpu", 2, 2, "gpu"),
+        ],
+    )
+    def test_gpus_where_every_rank_has_one(
+        self, gpus: Any, wish: str, count: int, ranks: int | None, chosen: str
+    ) -> None:
+        gpus(count)
+        assert place.choose(wish, ranks) == chosen
+
+    def test_too_few_are_refused_with_both_numbers(self, gpus: Any) -> None:
+        gpus(3)
+        with pytest.raises(ValueError, match="^run_on: .*this node has 3 that its 4 ranks may use"):
+            place.choose("gpu", 4)
+
+    def test_other_words_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="^run_on: 'tpu' is not one of auto, cpu, gpu"):
+            place.choose("tpu", 1)
+        with pytest.raises(ValueError, match="^run_on: 'auto' is not one of cpu, gpu"):
+            EngineConfig(run_on="auto")
+
+    def test_a_share_of_the_smallest_memory_in_whole_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = iter([(1, 141 << 30), (1, (139 << 30) + 12345), (1, 140 << 30)])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: next(sizes))
+        found = ThreadWorld(3).run(place.default_arena_bytes)
+        assert len(set(found)) == 1 and found[0] % (2 << 20) == 0
+        assert 0 <= ((139 << 30) + 12345) * place.MEMORY_SHARE - found[0] < 2 << 20
+
+
+class TestServe:
+    def test_defaults_on_gpus(self) -> None:
+        model = load_config(TINY)
+        options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=2)
+        on_gpu = engine_config(options, model, "gpu", 1 << 30)
+        assert (on_gpu.run_on, on_gpu.dtype, on_gpu.memory_bytes) == ("gpu", "bfloat16", 1 << 30)
+        assert (on_gpu.migration_max_slowdown, on_gpu.migration_bytes) == (0.005, 128 << 20)
+        on_cpu = engine_config(options, model, "cpu", None)
+        assert (on_cpu.run_on, on_cpu.dtype) == ("cpu", model.dtype)
+        assert on_cpu.migration_max_slowdown == EngineConfig().migration_max_slowdown
+
+    def test_what_is_given_counts_on_gpus_too(self) -> None:
+        given: dict[str, Any] = {"dtype": "float32", "memory_bytes": 1 << 28, "simulate_routing": "uniform"}
+        config = engine_config(
+            ServeOptions(model=str(TINY), dummy_weights=0, **given), load_config(TINY), "gpu", 1 << 30
+        )
+        assert {name: getattr(config, name) for name in given} == given
+
+    def test_too_few_gpus_are_refused_before_any_rank_starts(self, gpus: Any) -> None:
+        gpus(1)
+        with pytest.raises(ValueError, match="^run_on: .*has 1 that its 2 ranks"):
+            check_before_ranks(ServeOptions(model=str(TINY), dummy_weights=0, ranks=2, run_on="gpu"))
+
+    def test_ranks_of_this_node_are_what_counts_under_mpirun(
+        self, gpus: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """16 ranks on two nodes of 8 GPUs."""
+        gpus(8)
+        options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=16, run_on="gpu", port=0)
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "16")
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "9")
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "8")
+        check_before_ranks(options)
+        monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE")
+        assert environment.ranks_here() is None
+        check_before_ranks(options)  # the ranks find out
+
+
+class TestOffline:
+    def test_several_ranks_on_gpus_need_processes(self, gpus: Any) -> None:
+        gpus(4)
+        with pytest.raises(ValueError, match="^run_on: .*mpirun -n 2"):
+            LLM(TINY, ranks=2, run_on="gpu", dummy_weights=0)
+        with LLM(TINY, ranks=2, dummy_weights=0) as llm:
+            assert llm.config.run_on == "cpu"
+
+    def test_one_rank_takes_the_gpu_and_asks_it_for_its_memory(
+        self, gpus: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Up to the point where the rank would be made on it."""
+        gpus(1)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 32))
+        monkeypatch.setattr("splash_trt.llm.default_arena_bytes", lambda world: 1 << 31)
+        made: list[Any] = []
+
+        def start_worker(world: Any, model: Any, config: EngineConfig, *rest: Any) -> Any:
+            made.append((world.device, config))
+            return SimpleNamespace(world=world)
+
+        monkeypatch.setattr("splash_trt.llm.start_worker", start_worker)
+        monkeypatch.setattr("splash_trt.llm.Orchestrator.of", lambda *_: None)
+        LLM(TINY, dummy_weights=0)
+        ((device, config),) = made
+        assert device == torch.device("cuda", 0)
+        assert (config.run_on, config.memory_bytes, config.dtype) == ("gpu", 1 << 31, "bfloat16")
