@@ -7,8 +7,10 @@ keeps what they have. Triton's own extension module stays: it can be loaded only
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +27,21 @@ def interpret() -> None:
             del sys.modules[name]
 
 
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+def index_by_item() -> None:
+    """Lets numpy >= 2.4 bound an interpreted loop: it takes no array of one element (a scalar there) for one."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if DEVICE == "cpu":
     interpret()
+    index_by_item()
 torch.set_num_threads(1)
 
 

@@ -1,0 +1,260 @@
+"""Absorbed (decode) attention over paged latent rows, in Triton, with the context split over programs.
+
+A queries, H heads here, L latent, R rope part, W = L + R; P pages of S rows. A program takes one query, up to 64 heads
+and a part of the context (Flash-Decoding; the online softmax of arXiv 2205.14135). It reads a tile of rows once, and
+uses it twice: as keys, and its latent part as values. Both products are taken transposed, rows by heads: the rows fill
+the tensor cores' long side, so that few heads waste nothing. Where a context has several parts, a second kernel merges
+them.
+
+Bytes to read: W numbers a row and query; operations: 2 (W + L) a row, query and head.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Parts of a context that the merge reads at a time.
+MERGE_BLOCK = 16
+
+
+@triton.jit
+def _load_rows(rows, column, live, width: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns `column` of the rows at pointers `rows` [n]; zeros for rows that are not live and past `width`."""
+    pointers = rows[:, None] + column[None, :]
+    if BLOCK == width:
+        return tl.load(pointers, mask=live[:, None], other=0)
+    return tl.load(pointers, mask=live[:, None] & (column[None, :] < width), other=0)
+
+
+@triton.jit
+def _page_of(table, tile, stride, last, S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the tile's rows: one where a page holds whole tiles, else one a row."""
+    if S % BLOCK_N == 0:
+        row = tl.minimum(tile * BLOCK_N, last)
+    else:
+        row = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), last)
+    return tl.load(table + stride * (row // S)).to(tl.int64)
+
+
+@triton.jit
+def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums):
+    """Online softmax over one tile: `top`, `total` [BLOCK_H] and `sums` [BLOCK_L, BLOCK_H] with its rows added."""
+    scores = tl.dot(k_latent, q_latent, input_precision="ieee")
+    scores = tl.dot(k_rope, q_rope, scores, input_precision="ieee")
+    scores = tl.where(live[:, None], scores * (scale * LOG2_E), -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    weight = tl.exp2(scores - new_top[None, :])
+    fade = tl.exp2(top - new_top)
+    sums = sums * fade[None, :]
+    sums = tl.dot(tl.trans(k_latent), weight.to(k_latent.dtype), sums, input_precision="ieee")
+    return new_top, total * fade + tl.sum(weight, 0), sums
+
+
+@triton.jit(do_not_specialize=["stride", "splits"])
+def decode_kernel(
+    q, q_stride, q_head_stride,
+    pages, page_stride, row_stride,
+    tables, table_stride,
+    slot, first, length, stride, splits, scale,
+    out, out_stride, out_split_stride, out_head_stride,
+    lse, lse_stride, lse_split_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    query = (tl.program_id(0) // head_blocks).to(tl.int64)
+    split = tl.program_id(1)
+    rows = tl.load(length + query)
+    tiles = tl.cdiv(rows, BLOCK_N)
+    share = tl.cdiv(tiles, splits)
+    tile = split * share
+    end = tl.minimum(tile + share, tiles)
+    if (splits > 1) & (tile >= end):
+        return
+
+    head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_live = head < HEADS
+    latent_column = tl.arange(0, BLOCK_L)
+    rope_column = tl.arange(0, BLOCK_R)
+    head_rows = q + query * q_stride + head * q_head_stride
+    q_latent = tl.trans(_load_rows(head_rows, latent_column, head_live, LATENT, BLOCK_L))
+    q_rope = tl.trans(_load_rows(head_rows + LATENT, rope_column, head_live, ROPE, BLOCK_R))
+
+    top = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    sums = tl.zeros([BLOCK_L, BLOCK_H], tl.float32)
+    in_tile = tl.arange(0, BLOCK_N)
+    if tile < end:
+        table = tables + tl.load(slot + query).to(tl.int64) * table_stride + tl.load(first + query)
+        page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
+        for n in range(tile, end):
+            row = n * BLOCK_N + in_tile
+            live = row < rows
+            pointers = pages + page * page_stride + (row % S) * row_stride
+            page = _page_of(table, n + 1, stride, rows - 1, S, BLOCK_N)
+            k_latent = _load_rows(pointers, latent_column, live, LATENT, BLOCK_L)
+            k_rope = _load_rows(pointers + LATENT, rope_column, live, ROPE, BLOCK_R)
+            top, total, sums = _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums)
+
+    divisor = tl.where(total > 0, total, 1)
+    result = sums / divisor[None, :]
+    to = out + query * out_stride + split * out_split_stride + head[None, :] * out_head_stride + latent_column[:, None]
+    tl.store(to, result.to(out.dtype.element_ty), mask=head_live[None, :] & (latent_column[:, None] < LATENT))
+    if lse is not None:
+        sum_lse = (top + tl.log2(divisor)) * LN_2
+        tl.store(lse + query * lse_stride + split * lse_split_stride + head, sum_lse, mask=head_live)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    partial, partial_lse, length, splits,
+    out, out_stride, out_head_stride,
+    lse, lse_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """partial [A, splits, H, L] and partial_lse [A, splits, H] as decode_kernel wrote them, to out and lse."""
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
+    tiles = tl.cdiv(tl.load(length + query), BLOCK_N)
+    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+    first = query * splits * HEADS + head
+    top = -float("inf")
+    total = 0.0
+    sums = tl.zeros([BLOCK_L], tl.float32)
+    for begin in range(0, written, BLOCK_S):
+        part = begin + tl.arange(0, BLOCK_S)
+        live = part < written
+        row = first + part * HEADS
+        part_lse = tl.load(partial_lse + row, mask=live, other=-float("inf"))
+        inside = live[:, None] & (column[None, :] < LATENT)
+        values = tl.load(partial + row[:, None] * LATENT + column[None, :], mask=inside, other=0)
+        new_top = tl.maximum(top, tl.max(part_lse, 0))
+        weight = tl.exp(part_lse - new_top)
+        fade = tl.exp(top - new_top)
+        total = total * fade + tl.sum(weight, 0)
+        sums = sums * fade + tl.sum(values * weight[:, None], 0)
+        top = new_top
+    divisor = tl.where(total > 0, total, 1)
+    result = sums / divisor
+    to = out + query * out_stride + head * out_head_stride + column
+    tl.store(to, result.to(out.dtype.element_ty), mask=column < LATENT)
+    if lse is not None:
+        if tl.program_id(2) == 0:
+            tl.store(lse + query * lse_stride + head, top + tl.log(divisor))
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a launch is cut: heads and rows a tile, Triton's options, and how many programs a multiprocessor can hold."""
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def choose_config(heads: int, item_bytes: int, shared_bytes: int, is_hopper: bool) -> DecodeConfig:
+    """For tiles of 576 numbers; `shared_bytes` is what a block can get at most."""
+    block_h = min(64, max(16, triton.next_power_of_2(heads)))
+    if item_bytes > 2:
+        return DecodeConfig(16, 16, 4, 1, 1)
+    if is_hopper:
+        return DecodeConfig(block_h, 64, 8 if block_h > 16 else 4, 2, 1)
+    if shared_bytes >= 99 * 1024:
+        return DecodeConfig(min(block_h, 32), 32, 4, 2, 1)
+    return DecodeConfig(min(block_h, 32), 32, 4, 1, 1)
+
+
+def _device_config(q: torch.Tensor) -> DecodeConfig:
+    heads, item = q.shape[1], q.element_size()
+    if q.device.type != "cuda":
+        return DecodeConfig(16, 32, 4, 1, 1)
+    properties = torch.cuda.get_device_properties(q.device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return choose_config(heads, item, shared, torch.version.hip is None and properties.major == 9)
+
+
+def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:
+    """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once."""
+    return max(1, min(most_tiles, config.programs_per_sm * num_sms // programs))
+
+
+def decode(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+    latent: int,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    config: DecodeConfig | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """As plugins/mla_attention/decode_reference.py; the last axes are contiguous. bfloat16, float16 or float32.
+
+    Queries of length 0 need no slot. Allocates the parts' results (torch.empty) where contexts are split.
+    """
+    queries, heads, width = q.shape
+    if queries == 0:
+        return
+    config = config or _device_config(q)
+    page_tokens = pages.shape[1]
+    programs = queries * triton.cdiv(heads, config.block_h)
+    if num_splits is None:
+        most_tiles = triton.cdiv(triton.cdiv(tables.shape[1], stride) * page_tokens, config.block_n)
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
+        num_splits = choose_splits(programs, most_tiles, config, sms)
+    part, part_lse = out[:, None], lse[:, None] if lse is not None else None
+    if num_splits > 1:
+        part = torch.empty((queries, num_splits, heads, latent), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((queries, num_splits, heads), dtype=torch.float32, device=q.device)
+    decode_kernel[(programs, num_splits)](
+        q, q.stride(0), q.stride(1),
+        pages, pages.stride(0), pages.stride(1),
+        tables, tables.stride(0),
+        slot, first, length, stride, num_splits, scale,
+        part, part.stride(0), part.stride(1), part.stride(2),
+        part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
+        HEADS=heads, LATENT=latent, ROPE=width - latent, S=page_tokens,
+        BLOCK_H=config.block_h, BLOCK_N=config.block_n,
+        BLOCK_L=max(16, triton.next_power_of_2(latent)), BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge(part, part_lse, length, out, lse, config)
+
+
+def _merge(
+    part: torch.Tensor,
+    part_lse: torch.Tensor | None,
+    length: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: DecodeConfig,
+) -> None:
+    queries, num_splits, heads, latent = part.shape
+    block = min(128, triton.next_power_of_2(latent))
+    merge_kernel[(queries, heads, triton.cdiv(latent, block))](
+        part, part_lse, length, num_splits,
+        out, out.stride(0), out.stride(1),
+        lse, lse.stride(0) if lse is not None else 0,
+        HEADS=heads, LATENT=latent, BLOCK_N=config.block_n,
+        BLOCK_S=min(MERGE_BLOCK, triton.next_power_of_2(num_splits)), BLOCK_L=block,
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""What decode_kernel.decode computes, in plain torch.
+
+A queries, H heads here, L latent, R rope part, W = L + R; P pages of S rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from splash_plugins.mla_attention.reference import mla_decode
+
+
+def decode(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+    latent: int,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Absorbed queries against the rows of their contexts that this rank holds.
+
+    q [A, H, W]; pages [P, S, W] of one layer; tables [slots, C] int32; slot, first, length [A] int32: row j < length[a]
+    lies in page tables[slot[a], first[a] + stride * (j // S)] at offset j % S. Writes out [A, H, L] and lse [A, H]
+    (natural logarithm, float32), where length is 0: 0 and -inf.
+    """
+    if q.shape[0] == 0:
+        return
+    page_tokens = pages.shape[1]
+    page = torch.arange(-(-int(length.max()) // page_tokens), device=q.device)
+    seen = page * page_tokens < length[:, None]  # entries past these are not looked at
+    column = torch.where(seen, first[:, None] + stride * page, 0)
+    taken = torch.where(seen, tables[slot.clamp(min=0).long()[:, None], column.long()], 0)
+    result, sums = mla_decode(q, pages, taken.long(), length.long(), latent=latent, scale=scale)
+    out.copy_(result)
+    if lse is not None:
+        lse.copy_(sums)

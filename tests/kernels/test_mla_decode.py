@@ -1,0 +1,147 @@
+"""Decode attention over paged rows against plain torch, on contexts laid out as the cache lays them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from splash_plugins.mla_attention import decode_reference
+from splash_plugins.mla_attention.decode_kernel import DecodeConfig, choose_splits, decode
+
+pytestmark = pytest.mark.kernels
+
+SCALE = 0.21
+CONFIG = DecodeConfig(block_h=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=1)
+
+
+@dataclass
+class Case:
+    q: torch.Tensor
+    pages: torch.Tensor
+    tables: torch.Tensor
+    slot: torch.Tensor
+    first: torch.Tensor
+    length: torch.Tensor
+    stride: int
+    latent: int
+
+    def run(self, function, num_heads: int, **options) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+        out = torch.full((len(self.q), num_heads + 1, self.latent), torch.nan, device=self.q.device)[:, :num_heads]
+        lse = torch.full((len(self.q), num_heads + 2), torch.nan, device=self.q.device)[:, :num_heads]
+        function(
+            self.q,
+            self.pages,
+            self.tables,
+            self.slot,
+            self.first,
+            self.length,
+            self.stride,
+            self.latent,
+            SCALE,
+            out,
+            lse,
+            **options,
+        )
+        return out, lse
+
+
+def make(
+    lengths: list[int],
+    *,
+    heads: int = 3,
+    latent: int = 32,
+    rope: int = 16,
+    page_tokens: int = 64,
+    stride: int = 1,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
+    """Queries whose rows lie in pages drawn at random; every number that no query may read is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    n, width = len(lengths), latent + rope
+    used = [-(-length // page_tokens) for length in lengths]
+    num_pages = sum(used) + 3
+    # One layer of an arena of three: the pages are not contiguous.
+    arena = torch.full((num_pages, 3, page_tokens, width), torch.nan)
+    pages = arena[:, 1]
+    # A rank's own part of a context begins at a column below the stride.
+    first = torch.randint(0, stride, (n,), generator=g)
+    slot = torch.randperm(n + 2, generator=g)[:n]
+    columns = int(max([0, *used])) * stride + stride
+    tables = torch.full((n + 2, columns), 1 << 30)
+    free = torch.randperm(num_pages, generator=g).tolist()
+    for a, length in enumerate(lengths):
+        for i in range(used[a]):
+            page = free.pop()
+            tables[slot[a], first[a] + stride * i] = page
+            live = min(page_tokens, length - i * page_tokens)
+            pages[page, :live] = torch.randn(live, width, generator=g)
+        if length == 0:
+            slot[a] = -1
+    q = torch.randn(n, heads, width + 5, generator=g)[..., :width]
+    index = [t.int().to(device) for t in (tables, slot, first, torch.tensor(lengths, dtype=torch.int32))]
+    return Case(q.to(device), arena.to(device)[:, 1], *index, stride, latent)
+
+
+def check(case: Case, heads: int, **options) -> None:  # type: ignore[no-untyped-def]
+    want, want_lse = case.run(decode_reference.decode, heads)
+    out, lse = case.run(decode, heads, **options)
+    assert want.isfinite().all() and not want_lse.isnan().any()
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_ragged_lengths(device: str, stride: int, splits: int) -> None:
+    case = make([0, 1, 63, 64, 65, 130, 0], stride=stride, device=device, seed=stride)
+    check(case, 3, config=CONFIG, num_splits=splits)
+
+
+@pytest.mark.parametrize("page_tokens", [4, 16, 24, 64])
+@pytest.mark.parametrize("block_n", [16, 32, 64])
+def test_tiles_and_pages(device: str, page_tokens: int, block_n: int) -> None:
+    case = make([70, 5, 33], page_tokens=page_tokens, stride=2, device=device)
+    check(case, 3, config=DecodeConfig(16, block_n, 4, 2, 1), num_splits=2)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20])
+@pytest.mark.parametrize("dims", [(32, 16), (24, 8), (16, 6)])
+def test_shapes(device: str, heads: int, dims: tuple[int, int]) -> None:
+    case = make([40, 3], heads=heads, latent=dims[0], rope=dims[1], device=device)
+    for splits in (1, 2):
+        check(case, heads, config=CONFIG, num_splits=splits)
+
+
+def test_chosen_config(device: str) -> None:
+    check(make([200, 0, 7], device=device), 3)
+
+
+def test_log_sum_exp_is_optional(device: str) -> None:
+    case = make([65, 0, 9], device=device)
+    want, _ = case.run(decode_reference.decode, 3)
+    for splits in (1, 3):
+        out = torch.full_like(want, torch.nan)
+        arguments = (case.q, case.pages, case.tables, case.slot, case.first, case.length, case.stride, case.latent)
+        decode(*arguments, SCALE, out, None, config=CONFIG, num_splits=splits)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_queries(device: str) -> None:
+    out, lse = make([], device=device).run(decode, 3)
+    assert len(out) == len(lse) == 0
+
+
+def test_repeats_bit_for_bit(device: str) -> None:
+    case = make([150, 64, 90], device=device)
+    first, second = (case.run(decode, 3, config=CONFIG, num_splits=4) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    assert choose_splits(1, 1000, CONFIG, 132) == 132
+    assert choose_splits(1, 10, CONFIG, 132) == 10
+    assert choose_splits(16, 1000, CONFIG, 132) == 8
+    assert choose_splits(512, 1000, CONFIG, 132) == 1
