@@ -1,0 +1,202 @@
+"""The dense parts of a step as networks: what binds them, and what happens at their borders.
+
+The same calls as splash_engines.lower_torch.TorchEngine, so that either runs a plan. What executes a network is an
+Executor: TensorRT's runtime on a GPU, an evaluator in tests. Letters as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from splash_plugins.grouped_experts.reference import grouped_experts
+from splash_trt.dist.collectives import Collectives
+from splash_trt.layout.spec import LayoutSpec, Residency, Tokens
+from splash_trt.models.config import LayerKind, ModelConfig
+from splash_trt.weights.shards import cut_ranges
+from splash_trt.weights.spec import partition, tensor_specs
+from splash_trt.weights.store import WeightStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """A network's tensors. outputs: shape, -1 where it varies, and type of each."""
+
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Executor(Protocol):
+    """The networks of one rank under one layout."""
+
+    def signature(self, kind: str) -> Signature | None:
+        """None: on this rank the segment has nothing to compute, or it has another form (moe, moe_in)."""
+        ...
+
+    def run(
+        self, kind: str, layer: int | None, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Compute `outputs` in place. All tensors are contiguous; of one kind and layer, weights never move."""
+        ...
+
+
+class NetworkEngine:
+    """The model's segments under one layout; `counts` [N] in the calls are the plan's."""
+
+    def __init__(
+        self, model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives, executor: Executor
+    ) -> None:
+        self.model = model
+        self.spec = spec
+        self._blocks = {"own": weights.own, "others": weights.others}
+        self._comm = collectives
+        self._executor = executor
+        self._bound: dict[tuple[str, int | None], dict[str, torch.Tensor]] = {}
+        rank, size = collectives.rank, collectives.size
+        self._first_id = torch.tensor([partition(model.vocab_size, size)[rank][0]], dtype=torch.int32)
+        by_name = {s.name: s for s in tensor_specs(model)}
+        moe = next((f"layers.{i}.experts.gate_up" for i, k in enumerate(model.layers) if k is LayerKind.MOE), None)
+        first = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
+        self._first_expert = torch.tensor([first], dtype=torch.int32)
+
+    def embed(self, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D]."""
+        inputs = {"ids": ids.to(torch.int32), "first_id": self._first_id}
+        return self._summed(self._run("embed", None, len(ids), inputs), len(ids), counts)
+
+    def attention_norm(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The norm is the first operation of attention_in's network."""
+        return hidden
+
+    def attention_in(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T_r, D] not normed; returns q_nope [T_r, H, nope], q_rope [T_r, H, R] rotated, cache rows [T_r, W]."""
+        found = self._run("attention_in", layer, len(x), {"hidden": x, "cos": cos, "sin": sin})
+        if "q_nope" not in found:  # more ranks than heads
+            model = self.model
+            empty = (x.new_empty((len(x), 0, n)) for n in (model.qk_nope_head_dim, model.qk_rope_head_dim))
+            return *empty, found["rows"]  # type: ignore[return-value]
+        return found["q_nope"], found["q_rope"], found["rows"]
+
+    def absorb(self, layer: int, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        """[n, H, nope] and [n, H, R] to absorbed queries [n, H, W]."""
+        found = self._run("absorb", layer, len(q_nope), {"q_nope": q_nope, "q_rope": q_rope})
+        return found["q"] if found else q_nope.new_empty((len(q_nope), 0, self.model.row_width))
+
+    def v_up(self, layer: int, latents: torch.Tensor) -> torch.Tensor:
+        """[n, H, L] to [n, H, v]."""
+        wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
+        found = self._run("v_up", layer, len(latents), {"latents": wide})
+        return found["values"] if found else latents.new_empty((len(latents), 0, self.model.v_head_dim))
+
+    def expand_kv(
+        self, layer: int, latents: torch.Tensor, workspace: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """latents [C, L] to, per block of heads, (first head, k_nope [C, h, nope], v [C, h, v]) in the workspace.
+
+        workspace: a flat tensor of at least C * H * (nope + v) numbers; the result is dead at the next call.
+        """
+        signature = self._executor.signature("expand_kv")
+        if signature is None:
+            return []
+        outputs, used = {}, 0
+        for name, (shape, _) in signature.outputs.items():
+            size = len(latents) * shape[1] * shape[2]
+            outputs[name] = workspace[used : used + size].view(len(latents), *shape[1:])
+            used += size
+        self._run("expand_kv", layer, len(latents), {"latents": latents}, outputs)
+        out, first = [], 0
+        for block in self._blocks:
+            if f"v.{block}" in outputs:
+                out.append((first, outputs[f"k_nope.{block}"], outputs[f"v.{block}"]))
+                first += outputs[f"v.{block}"].shape[1]
+        return out
+
+    def attention_out(self, layer: int, values: torch.Tensor) -> torch.Tensor:
+        """values [T_r, H, v] through the output projection; returns [T_r, D] summed over all heads."""
+        found = self._run("attention_out", layer, len(values), {"values": values})
+        if "out" in found or "sum" in found:
+            return found["out"] if "out" in found else found["sum"]
+        partial = found.get("partial", values.new_zeros((len(values), self.model.hidden_size)))
+        if self.spec.residency is Residency.SHARD and self._comm.size > 1:
+            partial = self._comm.all_reduce(partial)
+        bias = self._blocks["own"].get(f"layers.{layer}.o_bias")
+        return partial if bias is None else partial + bias
+
+    def mlp(self, layer: int, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """hidden [T_r, D] through norm and MLP or experts; returns what is added to the residual, [T_r, D].
+
+        Hidden states are gathered before the norm, which is the network's first operation.
+        """
+        if self.spec.tokens is Tokens.SPREAD:
+            hidden = self._comm.all_gather(hidden.contiguous(), counts)
+        count = len(hidden)
+        if self.model.layers[layer] is LayerKind.DENSE:
+            return self._summed(self._run("dense_mlp", layer, count, {"hidden": hidden}), count, counts)
+        if self._executor.signature("moe_in") is None:
+            inputs = {"hidden": hidden, "first_expert": self._first_expert}
+            return self._summed(self._run("moe", layer, count, inputs), count, counts)
+        found = self._run("moe_in", layer, count, {"hidden": hidden})
+        own, p = self._blocks["own"], f"layers.{layer}.experts."
+        x, choice, weight = found["x"], found["choice"], found["weight"]
+        routed = grouped_experts(x, choice, weight, own[p + "gate_up"], own[p + "down"], int(self._first_expert))
+        if "shared" in found:
+            routed += found["shared"]
+        return self._summed({"partial": routed}, count, counts)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [W, D] of the wanted positions, the same on all ranks; returns this rank's logits [W, V_r]."""
+        found = self._run("head", None, len(hidden), {"hidden": hidden})
+        return found["logits"] if found else hidden.new_empty((len(hidden), 0))
+
+    def _summed(self, found: Mapping[str, torch.Tensor], rows: int, counts: Sequence[int]) -> torch.Tensor:
+        """[T, D] summed over ranks, if the network has not done so; a rank keeps its own tokens' part where they are
+        spread."""
+        if "sum" in found:
+            return found["sum"]
+        partial = found.get("partial")
+        if partial is None:
+            partial = self._blocks["own"]["final_norm"].new_zeros((rows, self.model.hidden_size))
+        if self.spec.tokens is Tokens.SPREAD:
+            return self._comm.reduce_scatter(partial, counts)
+        return self._comm.all_reduce(partial)
+
+    def _run(
+        self,
+        kind: str,
+        layer: int | None,
+        rows: int,
+        activations: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> Mapping[str, torch.Tensor]:
+        """A network's outputs; rows: what -1 in their shapes is. Empty where this rank has no such network."""
+        signature = self._executor.signature(kind)
+        if signature is None:
+            return {}
+        if outputs is None:
+            outputs = {
+                name: torch.empty(tuple(rows if n < 0 else n for n in shape), dtype=dtype)
+                for name, (shape, dtype) in signature.outputs.items()
+            }
+        if rows:
+            bound = self._weights(kind, layer, signature)
+            given = {name: activations[name].contiguous() for name in signature.inputs if name not in bound}
+            self._executor.run(kind, layer, {**bound, **given}, outputs)
+        return outputs
+
+    def _weights(self, kind: str, layer: int | None, signature: Signature) -> dict[str, torch.Tensor]:
+        """The network's inputs that are weights: named block.tensor."""
+        key = (kind, layer)
+        if key not in self._bound:
+            found = {}
+            for name in signature.inputs:
+                block, _, tensor = name.partition(".")
+                if tensor:
+                    held = self._blocks[block]
+                    found[name] = held[tensor] if tensor in held else held[f"layers.{layer}.{tensor}"]
+            self._bound[key] = found
+        return self._bound[key]
