@@ -1,0 +1,360 @@
+"""Kernels that read rows where other ranks have put them, in memory mapped into every rank, after all have met.
+
+Each rank has a mailbox: `bases` [N] int64 (on the device) are their addresses as this rank sees them, all 256-byte
+aligned, and what is to be read lies at the same byte offset `start` in all. A mailbox begins with its flags, int32:
+
+    [rank r, block b]  how often block b of rank r has come to a meeting, written by rank r
+    [block b]          how often this rank's block b has: nobody else reads it
+
+Meeting. Block b of every rank adds one to its own count, writes that to its place in every other mailbox, and waits
+until its own mailbox shows the others' counts. So it goes on once block b of every rank has begun, and therefore
+everything before this kernel in every rank's stream is done and visible (release and acquire at system scope). Counts
+live on the device and never return to zero, so a captured graph may be replayed among any other launches; a rank is at
+most one meeting ahead of another's block, so a count that wraps around is told from an old one by the sign of the
+difference. The grid must be the same on all ranks, and so must the order of launches. The wait itself has no end: a
+rank that never comes leaves the others' kernels running, and shows as a step that the host waits for in vain.
+
+Blocks that cannot run at the same time do no harm: block b waits for the other ranks' block b alone, and blocks are
+given to a GPU in their order.
+
+Sums are in float32 (float64 for float64) in rank order: the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAX_RANKS = 8
+MAX_BLOCKS = 256
+FLAG_BYTES = (MAX_RANKS + 1) * MAX_BLOCKS * 4
+
+
+@triton.jit
+def meet(bases, rank, SIZE: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr):
+    """Returns once this block of every rank is here. Whatever they wrote before can then be read."""
+    block = tl.program_id(0)
+    own = tl.load(bases + rank).to(tl.pointer_type(tl.int32))
+    count_at = own + RANKS * BLOCKS + block
+    count = tl.load(count_at) + 1
+    tl.debug_barrier()  # every thread's writes come before the one thread's release
+    for peer in range(SIZE):
+        if peer != rank:
+            flags = tl.load(bases + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + rank * BLOCKS + block, count, sem="release", scope="sys")
+    for peer in range(SIZE):
+        if peer != rank:
+            while tl.atomic_add(own + peer * BLOCKS + block, 0, sem="acquire", scope="sys") - count < 0:
+                pass
+    tl.debug_barrier()  # and the one thread's acquire before every thread's reads
+    tl.store(count_at, count)
+
+
+@triton.jit
+def _at(bases, peer, start, like, ALIGN: tl.constexpr = 16):
+    """Where rank `peer` has what lies at `start`, a multiple of ALIGN bytes, as a pointer like `like`."""
+    return tl.multiple_of((tl.load(bases + peer) + start).to(like.dtype), ALIGN)
+
+
+@triton.jit
+def _wide(x):
+    """float32, or float64 if it is that."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def meet_kernel(bases, rank, SIZE: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr):
+    meet(bases, rank, SIZE, BLOCKS, RANKS)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "num_rows"])
+def sum_rows_kernel(
+    bases,
+    start,
+    hidden,
+    weight,
+    out,
+    offsets,
+    num_rows,
+    width,
+    eps,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    SPREAD: tl.constexpr,
+    SUMMED: tl.constexpr,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """hidden [num_rows, width] += rows of all ranks, out = norm(hidden) * weight.
+
+    SPREAD: hidden is rows offsets[rank] … offsets[rank + 1] - 1 of those in the mailboxes. SUMMED: each rank has summed
+    its slice of the rows already (see `slice_of`), which alone is read.
+    """
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    first = 0
+    count = num_rows
+    if SPREAD:
+        first = tl.load(offsets + rank)
+        count = tl.minimum(tl.load(offsets + rank + 1) - first, num_rows)
+    column = tl.arange(0, COLUMNS)
+    if NORM:
+        scale = _wide(tl.load(weight + column, mask=column < width, other=0.0))
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        old = _wide(tl.load(hidden + at, mask=mask, other=0.0))
+        if SUMMED:
+            owner = tl.minimum(row * SIZE // tl.maximum(num_rows, 1), SIZE - 1)
+            source = tl.multiple_of((tl.load(bases + owner) + start).to(hidden.dtype), [16])
+            total = _wide(tl.load(source[:, None] + at, mask=mask, other=0.0))
+        else:
+            shifted = at + first.to(tl.int64) * width if SPREAD else at
+            total = _wide(tl.load(_at(bases, 0, start, hidden) + shifted, mask=mask, other=0.0))
+            for peer in tl.static_range(1, SIZE):
+                total += _wide(tl.load(_at(bases, peer, start, hidden) + shifted, mask=mask, other=0.0))
+        new = (old + _wide(total.to(hidden.dtype.element_ty))).to(hidden.dtype.element_ty)
+        tl.store(hidden + at, new, mask=mask)
+        if NORM:
+            x = _wide(new)
+            x = x * (1 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps))[:, None]
+            x = _wide(x.to(hidden.dtype.element_ty)) * scale[None, :]
+            tl.store(out + at, x.to(hidden.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "num_rows"])
+def sum_slice_kernel(
+    bases,
+    start,
+    like,
+    num_rows,
+    width,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums this rank's slice of the [num_rows, width] rows in all mailboxes, and puts it in the place of its own rows.
+
+    Rows row with row * SIZE // num_rows = rank are its slice. Nobody else reads them here. `like` gives the dtype.
+    """
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    first = tl.cdiv(rank * num_rows, SIZE).to(tl.int64) * width
+    end = tl.cdiv((rank + 1) * num_rows, SIZE).to(tl.int64) * width
+    own = _at(bases, rank, start, like)
+    for tile in range(tl.program_id(0), tl.cdiv(end - first, BLOCK), tl.num_programs(0)):
+        at = first + (tile * BLOCK + tl.arange(0, BLOCK))
+        total = _wide(tl.load(_at(bases, 0, start, like) + at, mask=at < end, other=0.0))
+        for peer in tl.static_range(1, SIZE):
+            total += _wide(tl.load(_at(bases, peer, start, like) + at, mask=at < end, other=0.0))
+        tl.store(own + at, total.to(like.dtype.element_ty), mask=at < end)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "num_rows", "total"])
+def gather_rows_kernel(
+    bases,
+    start,
+    offsets,
+    out,
+    num_rows,
+    total,
+    width,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [total, width]: rank r's first offsets[r + 1] - offsets[r] rows (num_rows of each if not SPREAD), stacked."""
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    end = total
+    if SPREAD:
+        end = tl.minimum(tl.load(offsets + SIZE), total)
+    chunks = tl.cdiv(width, BLOCK)
+    for item in range(tl.program_id(0), end * chunks, tl.num_programs(0)):
+        row = item // chunks
+        column = item % chunks * BLOCK + tl.arange(0, BLOCK)
+        peer = 0
+        first = 0
+        for other in tl.static_range(1, SIZE):
+            begin = tl.load(offsets + other) if SPREAD else num_rows * other
+            peer = tl.where(row >= begin, other, peer)
+            first = tl.where(row >= begin, begin, first)
+        source = _at(bases, peer, start, out) + (row - first).to(tl.int64) * width
+        x = tl.load(source + column, mask=column < width)
+        tl.store(out + row.to(tl.int64) * width + column, x, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "num_rows"])
+def pick_rows_kernel(
+    bases,
+    sources,
+    start,
+    rank_of,
+    index,
+    sub_index,
+    out,
+    num_rows,
+    width,
+    stride,
+    sub_stride,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    SUB: tl.constexpr,
+    FILL: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[i] [width]: what lies index[i] * stride (+ sub_index[i] * sub_stride if SUB) numbers after `start` in
+    sources[rank_of[i]]. Where rank_of[i] is -1 zeros if FILL, else nothing is written."""
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    chunks = tl.cdiv(width, BLOCK)
+    for item in range(tl.program_id(0), num_rows * chunks, tl.num_programs(0)):
+        row = item // chunks
+        column = item % chunks * BLOCK + tl.arange(0, BLOCK)
+        peer = tl.load(rank_of + row)
+        target = out + row.to(tl.int64) * width + column
+        if peer >= 0:
+            at = tl.load(index + row).to(tl.int64) * stride
+            if SUB:
+                at += tl.load(sub_index + row).to(tl.int64) * sub_stride
+            x = tl.load(_at(sources, peer, start, out, ALIGN) + at + column, mask=column < width)
+            tl.store(target, x, mask=column < width)
+        elif FILL:
+            tl.store(target, tl.zeros((BLOCK,), out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "num_rows"])
+def to_owners_kernel(
+    bases,
+    start,
+    owned,
+    out,
+    num_rows,
+    heads,
+    width,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [num_rows, heads, width]: rank r has q [A, h_r, width], and row i of out is row owned[i] of all ranks' q.
+
+    h_r: the heads cut evenly, the larger parts first. Where owned[i] is -1 nothing is written.
+    """
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    base = heads // SIZE
+    extra = heads % SIZE
+    for item in range(tl.program_id(0), num_rows * SIZE, tl.num_programs(0)):
+        row = item // SIZE
+        peer = item % SIZE
+        token = tl.load(owned + row)
+        if token >= 0:
+            length = (base + (peer < extra).to(tl.int32)) * width
+            first = (peer * base + tl.minimum(peer, extra)) * width
+            source = _at(bases, peer, start, out) + token.to(tl.int64) * length
+            target = out + row.to(tl.int64) * heads * width + first
+            for begin in range(0, length, BLOCK):
+                column = begin + tl.arange(0, BLOCK)
+                tl.store(target + column, tl.load(source + column, mask=column < length), mask=column < length)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "lse_start", "num_rows"])
+def merge_parts_kernel(
+    bases,
+    start,
+    lse_start,
+    lse_like,
+    offsets,
+    out,
+    num_rows,
+    heads,
+    width,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [num_rows, heads, width], row i: row offsets[rank] + i of all ranks, weighted by exp(their log-sum-exp).
+
+    Ranks' results [T, heads, width] begin at `start`, their log-sum-exp [T, heads] at `lse_start`. A result whose
+    log-sum-exp is -inf counts for nothing, whatever it holds.
+    """
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    first = tl.load(offsets + rank) * heads
+    count = tl.minimum(tl.load(offsets + rank + 1) * heads - first, num_rows * heads)
+    column = tl.arange(0, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        from_row = first + row
+        from_at = at + first.to(tl.int64) * width
+        top = tl.full((ROWS,), float("-inf"), lse_like.dtype.element_ty)
+        weights = tl.zeros_like(top)
+        total = tl.zeros((ROWS, COLUMNS), lse_like.dtype.element_ty)
+        for peer in tl.static_range(SIZE):
+            lse = tl.load(_at(bases, peer, lse_start, lse_like) + from_row, mask=row < count, other=float("-inf"))
+            part = tl.load(
+                _at(bases, peer, start, out) + from_at, mask=mask & (lse != float("-inf"))[:, None], other=0.0
+            )
+            higher = tl.maximum(top, lse)
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            before = tl.exp(top - shift)
+            weight = tl.exp(lse - shift)
+            total = total * before[:, None] + part.to(total.dtype) * weight[:, None]
+            weights = weights * before + weight
+            top = higher
+        merged = total / tl.where(weights == 0.0, 1.0, weights)[:, None]
+        tl.store(out + at, merged.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "length"])
+def gather_small_kernel(
+    bases,
+    start,
+    x,
+    out,
+    length,
+    rank,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MEET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [N, length]: every rank's x [length]. Goes through the mailboxes: block b of each rank puts there what block
+    b of the others reads, so that one meeting does."""
+    own = _at(bases, rank, start, out)
+    for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        tl.store(own + at, tl.load(x + at, mask=at < length), mask=at < length)
+    if MEET:
+        meet(bases, rank, SIZE, BLOCKS, RANKS)
+    for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        for peer in tl.static_range(SIZE):
+            y = tl.load(_at(bases, peer, start, out) + at, mask=at < length)
+            tl.store(out + peer * length + at, y, mask=at < length)

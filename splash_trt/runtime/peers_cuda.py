@@ -1,0 +1,357 @@
+"""`Peers` over memory mapped into every rank of a host: one kernel an operation, which meets the other ranks and reads
+what they have to give where it lies. NCCL is not involved, and neither is NVLink's multicast.
+
+Each rank has a mailbox: flags (plugins/peer_rows/kernel.py says how ranks meet), and two halves.
+
+    [ flags | half 0 | half 1 ]
+
+`buffer` gives memory of the current half, one piece after another; every operation meets the others once, then reads
+the current half of all mailboxes, and makes the other half the current one. Why two halves and one meeting an operation
+are enough: operations k and k + 2 share a half. A rank writes for k + 2 when its own k + 1 is done, so it has met all
+ranks in k + 1. They came there after their k was done (kernels of a stream run one after another), and with that their
+reading of this half. Nothing that is read in an operation is written in it, but by `sum_rows` for large messages of
+more than two ranks: there each rank sums a slice in place, which in that kernel nobody else reads, and a second kernel
+with a meeting of its own gathers the slices.
+
+`begin` makes half 0 the current one. A step may have ended in either half, so its kernel meets the others: then all
+have done all operations of the step before, and both halves are free. A captured step, which begins with it, can so
+follow any other, captured or not.
+
+A rank that hangs leaves the others' kernels waiting on the device. Their hosts then wait for the step's end, which the
+watchdog bounds (dist/watchdog.py); it ends the processes, and with them the kernels.
+
+Kernels are compiled at their first launch, in which the others wait. Grids depend only on what all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from splash_plugins.peer_rows import kernel
+from splash_trt.dist.rank_sum import even_split
+from splash_trt.models.config import ModelConfig
+
+ALIGNMENT = 256
+TWO_SHOT_BYTES = 256 << 10
+"""From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
+
+
+def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -> int:
+    """What one half of a mailbox has to hold. stacked: most rows of a step over all ranks, padding included; absorbed:
+    most rows among them that attend absorbed."""
+    heads, width, latent = model.num_heads, model.row_width, model.kv_lora_rank
+    wide = max(itemsize, 4)
+    queries = absorbed * (heads + 1) * width * itemsize
+    parts = absorbed * heads * (latent * itemsize + wide)
+    return max(stacked * model.hidden_size * itemsize, queries, parts, stacked * 256) + 2 * ALIGNMENT
+
+
+def mailbox_bytes(half: int) -> int:
+    return kernel.FLAG_BYTES + 2 * _aligned(half)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A range of memory that every rank has. `bytes`: this rank's, uint8; `addresses` [N]: where it sees each."""
+
+    bytes: torch.Tensor
+    addresses: Sequence[int]
+
+
+class CudaPeers:
+    """`Peers` on one host. All ranks construct it alike; kernels run on the current stream, the same throughout.
+
+    mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: what holds the cache pages, which
+    begin `pages_offsets` [N] bytes into each rank's. num_blocks: of the largest grid.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        mailbox: Mapped,
+        half: int,
+        arena: Mapped | None = None,
+        pages_offsets: Sequence[int] = (),
+        num_blocks: int = 128,
+    ) -> None:
+        self.rank, self.size = rank, len(mailbox.addresses)
+        assert self.size <= kernel.MAX_RANKS and 0 < num_blocks <= kernel.MAX_BLOCKS, (self.size, num_blocks)
+        assert mailbox.bytes.numel() >= mailbox_bytes(half), (mailbox.bytes.numel(), half)
+        self._bytes = mailbox.bytes
+        self._half_bytes = _aligned(half)
+        self._num_blocks = num_blocks
+        self._half, self._used = 0, 0
+        device = mailbox.bytes.device
+        self._bases = torch.tensor(list(mailbox.addresses), dtype=torch.int64, device=device)
+        self._arena = arena
+        if arena is not None:
+            pages = [address + at for address, at in zip(arena.addresses, pages_offsets, strict=True)]
+            self._pages = torch.tensor(pages, dtype=torch.int64, device=device)
+            self._own_pages = pages[rank]
+        self._meeting = {
+            "SIZE": self.size,
+            "BLOCKS": kernel.MAX_BLOCKS,
+            "RANKS": kernel.MAX_RANKS,
+        }
+        self._common = {**self._meeting, "MEET": self.size > 1}
+
+    def begin(self) -> None:
+        self._half, self._used = 0, 0
+        if self.size > 1:
+            kernel.meet_kernel[(1,)](self._bases, self.rank, **self._meeting, num_warps=1)
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        begin = self._start + self._used
+        numel = 1
+        for length in shape:
+            numel *= length
+        self._used += _aligned(numel * dtype.itemsize)
+        assert self._used <= self._half_bytes, (tuple(shape), dtype, self._half_bytes)
+        return self._bytes[begin : begin + numel * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def sum_rows(
+        self,
+        partial: torch.Tensor,
+        counts: Sequence[int] | None,
+        offsets: torch.Tensor | None,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor | None:
+        rows, width = partial.shape
+        start = self._begin_of(partial)
+        sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
+        out = None if weight is None else torch.empty_like(hidden)
+        if sliced:
+            block = 4096 // partial.itemsize * 2
+            grid = self._grid(rows * width, block * self.size)
+            kernel.sum_slice_kernel[grid](
+                self._bases, start, partial, rows, width, self.rank, **self._common, BLOCK=block, num_warps=8
+            )
+        tile = _row_tile(rows, width, self._num_blocks)
+        kernel.sum_rows_kernel[self._grid(rows, tile["ROWS"])](
+            self._bases,
+            start,
+            hidden,
+            hidden if weight is None else weight,
+            hidden if out is None else out,
+            self._bases if offsets is None else offsets,
+            len(hidden),
+            width,
+            eps,
+            self.rank,
+            **self._common,
+            SPREAD=offsets is not None,
+            SUMMED=sliced,
+            NORM=weight is not None,
+            **tile,
+        )
+        self._turn()
+        return out
+
+    def gather_rows(
+        self, x: torch.Tensor, counts: Sequence[int] | None, offsets: torch.Tensor | None, total: int
+    ) -> torch.Tensor:
+        out = x.new_empty((total, *x.shape[1:]))
+        width = _row_width(x)
+        block = _block(width, x.itemsize)
+        kernel.gather_rows_kernel[self._grid(total * -(-width // block), 1)](
+            self._bases,
+            self._begin_of(x),
+            self._bases if offsets is None else offsets,
+            out,
+            len(x),
+            total,
+            width,
+            self.rank,
+            **self._common,
+            SPREAD=offsets is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
+        self._turn()
+        return out
+
+    def pick_rows(self, x: torch.Tensor, rank: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        width = _row_width(x)
+        out = x.new_empty((len(rank), *x.shape[1:]))
+        self._pick(self._bases, self._begin_of(x), rank, row, out, width, stride=width, fill=True)
+        return out
+
+    def to_owners(self, q: torch.Tensor, owned: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        tokens, _, width = q.shape
+        assert list(heads) == even_split(sum(heads), self.size), heads
+        out = q.new_empty((len(owned), sum(heads), width))
+        kernel.to_owners_kernel[self._grid(tokens * self.size, 1)](
+            self._bases,
+            self._begin_of(q),
+            owned,
+            out,
+            len(owned),
+            sum(heads),
+            width,
+            self.rank,
+            **self._common,
+            BLOCK=_block(max(heads) * width, q.itemsize),
+            num_warps=8,
+        )
+        self._turn()
+        return out
+
+    def to_heads(
+        self, out: torch.Tensor, owner: torch.Tensor, place: torch.Tensor, heads: Sequence[int]
+    ) -> torch.Tensor:
+        latent, mine = out.shape[2], heads[self.rank]
+        start = self._begin_of(out) + sum(heads[: self.rank]) * latent * out.itemsize
+        back = out.new_empty((len(owner), mine, latent))
+        self._pick(self._bases, start, owner, place, back, mine * latent, stride=sum(heads) * latent)
+        return back
+
+    def merge_parts(
+        self, out: torch.Tensor, lse: torch.Tensor, counts: Sequence[int], offsets: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
+        rows, heads, width = out.shape
+        columns = triton.next_power_of_2(width)
+        tile = max(1, 4096 // columns)
+        merged = out.new_empty((num_rows, heads, width))
+        kernel.merge_parts_kernel[self._grid(rows * heads, tile * self.size)](
+            self._bases,
+            self._begin_of(out),
+            self._begin_of(lse),
+            lse,
+            offsets,
+            merged,
+            num_rows,
+            heads,
+            width,
+            self.rank,
+            **self._common,
+            ROWS=tile,
+            COLUMNS=columns,
+            num_warps=8,
+        )
+        self._turn()
+        return merged
+
+    def context_rows(
+        self, pages: torch.Tensor, rank: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        assert self._arena is not None and pages.stride(2) == 1 and out.is_contiguous()
+        start = pages.data_ptr() - self._own_pages
+        self._pick(
+            self._pages,
+            start,
+            rank,
+            page,
+            out,
+            out.shape[1],
+            stride=pages.stride(0),
+            sub_index=offset,
+            sub_stride=pages.stride(1),
+            blocks=self._num_blocks,
+        )
+
+    def gather_small(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        start = self._begin_of(self.buffer(x.shape, x.dtype))
+        kernel.gather_small_kernel[self._grid(x.numel(), 256)](
+            self._bases,
+            start,
+            x.contiguous(),
+            out,
+            x.numel(),
+            self.rank,
+            **self._common,
+            BLOCK=256,
+            num_warps=4,
+        )
+        self._turn()
+        return out
+
+    def _pick(
+        self,
+        sources: torch.Tensor,
+        start: int,
+        rank: torch.Tensor,
+        index: torch.Tensor,
+        out: torch.Tensor,
+        width: int,
+        stride: int,
+        sub_index: torch.Tensor | None = None,
+        sub_stride: int = 0,
+        fill: bool = False,
+        blocks: int | None = None,
+    ) -> None:
+        block = _block(width, out.itemsize)
+        grid = self._grid(len(index) * -(-width // block), 1) if blocks is None else (blocks,)
+        kernel.pick_rows_kernel[grid](
+            self._bases,
+            sources,
+            start,
+            rank,
+            index,
+            index if sub_index is None else sub_index,
+            out,
+            len(index),
+            width,
+            stride,
+            sub_stride,
+            self.rank,
+            **self._common,
+            SUB=sub_index is not None,
+            FILL=fill,
+            ALIGN=16 if start % 16 == 0 else out.itemsize,
+            BLOCK=block,
+            num_warps=8 if block * out.itemsize >= 8192 else 4,
+        )
+        self._turn()
+
+    @property
+    def _start(self) -> int:
+        """Where the current half begins in the mailbox."""
+        return kernel.FLAG_BYTES + self._half * self._half_bytes
+
+    def _begin_of(self, x: torch.Tensor) -> int:
+        """Where x, a buffer of the current half, begins in the mailbox."""
+        assert x.is_contiguous(), x.stride()
+        if x.numel() == 0:
+            return self._start
+        begin = x.data_ptr() - self._bytes.data_ptr()
+        inside = self._start <= begin and begin + x.nbytes <= self._start + self._half_bytes
+        assert inside, "not a buffer of this half: buffers are for the next call that meets the others"
+        return begin
+
+    def _turn(self) -> None:
+        self._half, self._used = 1 - self._half, 0
+
+    def _grid(self, length: int, per_block: int) -> tuple[int]:
+        return (max(1, min(self._num_blocks, -(-length // per_block))),)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _row_width(x: torch.Tensor) -> int:
+    width = 1
+    for length in x.shape[1:]:
+        width *= length
+    return width
+
+
+def _block(width: int, itemsize: int) -> int:
+    """Numbers that a program copies at a time: up to 16 KiB, for 8 warps four pieces of 16 bytes a thread."""
+    return min(triton.next_power_of_2(width), 16384 // itemsize)
+
+
+def _row_tile(rows: int, width: int, num_blocks: int) -> dict[str, int]:
+    """One row a program as long as there are blocks enough, else up to four."""
+    columns = triton.next_power_of_2(width)
+    tile = 1
+    while tile < 4 and tile * num_blocks < rows and 2 * tile * columns <= 8192:
+        tile *= 2
+    return {"ROWS": tile, "COLUMNS": columns, "num_warps": max(4, min(16, tile * columns // 512 if tile == 1 else 8))}

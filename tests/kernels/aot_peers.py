@@ -1,0 +1,61 @@
+"""The kernels that read other ranks' rows, as CudaPeers launches them for two to eight ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from splash_plugins.peer_rows import kernel
+from tests.kernels.aot import Kernel, Target
+
+WIDTH = 2048
+BASE = {"bases": "*i64", "rank": "i32"}
+
+
+def kernels(target: Target) -> list[Kernel]:
+    return [one for size in ((2, 8) if target.name == "sm_90" else (4,)) for one in _of(size)]
+
+
+def _of(size: int) -> list[Kernel]:
+    meeting = {"SIZE": size, "BLOCKS": kernel.MAX_BLOCKS, "RANKS": kernel.MAX_RANKS}
+    common = {**meeting, "MEET": True}
+
+    def make(function: Any, types: dict[str, str], options: dict[str, Any], num_warps: int = 8) -> Kernel:
+        integers = ("width", "stride", "sub_stride")
+        aligned = tuple(name for name in integers if name in types)
+        return Kernel(function, {**BASE, **types}, {**common, **options}, {"num_warps": num_warps}, aligned)
+
+    rows = {"start": "i32", "out": "*bf16", "num_rows": "i32", "width": "i32"}
+    summed = {**rows, "hidden": "*bf16", "weight": "*bf16", "offsets": "*i32", "eps": "fp32"}
+    picked = {**rows, "sources": "*i64", "rank_of": "*i32", "index": "*i32", "sub_index": "*i32"}
+    picked |= {"stride": "i32", "sub_stride": "i32"}
+    merged = {**rows, "lse_start": "i32", "lse_like": "*fp32", "offsets": "*i32", "heads": "i32"}
+    tile = {"NORM": True, "ROWS": 4, "COLUMNS": WIDTH}
+    return [
+        Kernel(kernel.meet_kernel, BASE, meeting, {"num_warps": 1}),
+        *(
+            make(kernel.sum_rows_kernel, summed, {**tile, "SPREAD": spread, "SUMMED": sliced})
+            for spread, sliced in ((False, False), (True, False), (False, True))
+        ),
+        make(
+            kernel.sum_rows_kernel,
+            summed,
+            {"NORM": True, "ROWS": 1, "COLUMNS": 8192, "SPREAD": False, "SUMMED": False},
+            16,
+        ),
+        make(
+            kernel.sum_slice_kernel,
+            {"start": "i32", "like": "*bf16", "num_rows": "i32", "width": "i32"},
+            {"BLOCK": 4096},
+        ),
+        make(kernel.gather_rows_kernel, {**rows, "offsets": "*i32", "total": "i32"}, {"SPREAD": True, "BLOCK": WIDTH}),
+        make(kernel.pick_rows_kernel, picked, {"SUB": True, "FILL": False, "ALIGN": 16, "BLOCK": 1024}, 4),
+        make(kernel.pick_rows_kernel, picked, {"SUB": False, "FILL": True, "ALIGN": 16, "BLOCK": WIDTH}, 4),
+        make(kernel.to_owners_kernel, {**rows, "owned": "*i32", "heads": "i32"}, {"BLOCK": 8192}),
+        make(kernel.merge_parts_kernel, merged, {"ROWS": 8, "COLUMNS": 512}),
+        make(
+            kernel.gather_small_kernel,
+            {"start": "i32", "x": "*fp64", "out": "*fp64", "length": "i32"},
+            {"BLOCK": 256},
+            4,
+        ),
+    ]
