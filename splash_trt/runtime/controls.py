@@ -19,6 +19,7 @@ from torch import Tensor
 from splash_trt.plan import SAMPLE, Plan, SlotControls
 from splash_trt.runtime.grammar import GrammarCompiler, Matcher
 from splash_trt.runtime.penalties import Penalties, Share
+from splash_trt.runtime.to_device import to_device
 
 _NEVER = float("-inf")
 
@@ -55,8 +56,8 @@ class _Entries:
 
     def add_to(self, x: Tensor) -> None:
         if self._rows:
-            index = torch.from_numpy(np.concatenate(self._rows)), torch.from_numpy(np.concatenate(self._columns))
-            x[index] += torch.from_numpy(np.concatenate(self._values)).to(x.dtype)
+            row, column = to_device(np.stack([np.concatenate(self._rows), np.concatenate(self._columns)]), x.device)
+            x[row, column] += to_device(np.concatenate(self._values), x.device).to(x.dtype)
 
 
 class Adjustment:
@@ -77,10 +78,9 @@ class Adjustment:
     def mask(self, row: int, allowed: np.ndarray) -> None:
         """Only ids whose bit is set in allowed [words] int32 may be chosen in this row."""
         first, end = self._share.first_id, self._share.first_id + self._share.width
-        bits = np.unpackbits(allowed[first // 32 : -(-end // 32)].view(np.uint8), bitorder="little")
-        bits = bits[first % 32 :][: self._share.width]
+        bits = allowed.view(np.uint8)[first // 8 : -(-end // 8)]
         self._masked.append(row)
-        self._masks.append(np.pad(bits, (0, self._share.width - len(bits))))  # ids that the tokenizer does not know
+        self._masks.append(np.pad(bits, (0, -(-end // 8) - first // 8 - len(bits))))  # the tokenizer may know fewer ids
 
     def __call__(self, logits: Tensor) -> Tensor:
         """logits [W, V] → those to choose from."""
@@ -89,22 +89,29 @@ class Adjustment:
         self._penalties.apply(x, self._rows, self._slots)
         self.ends.add_to(x)
         if self._masked:
-            rows = torch.tensor(self._masked)
-            forbidden = torch.from_numpy(np.stack(self._masks) == 0)
-            x[rows] = x[rows].masked_fill_(forbidden, _NEVER)
+            rows = to_device(np.array(self._masked), x.device)
+            octets = to_device(np.stack(self._masks), x.device)[:, :, None]
+            bits = (octets >> torch.arange(8, dtype=torch.uint8, device=x.device)).bitwise_and_(1).flatten(1)
+            allowed = bits[:, self._share.first_id % 8 :][:, : self._share.width]
+            x[rows] = x[rows].masked_fill_(allowed == 0, _NEVER)
         return x
 
 
 class Controls:
-    """One rank's state. compiler: makes matchers; where there is none, its absence's reason."""
+    """One rank's state. compiler: makes matchers; where there is none, its absence's reason. device: of the logits."""
 
     def __init__(
-        self, share: Share, max_slots: int, eos_token_ids: tuple[int, ...], compiler: GrammarCompiler | str
+        self,
+        share: Share,
+        max_slots: int,
+        eos_token_ids: tuple[int, ...],
+        compiler: GrammarCompiler | str,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._share = share
         self._eos = eos_token_ids
         self._compiler = compiler
-        self._penalties = Penalties(share, max_slots)
+        self._penalties = Penalties(share, max_slots, device)
         self._controlled = np.zeros(max_slots, np.bool_)
         self._slots: dict[int, _Slot] = {}
 
@@ -140,16 +147,17 @@ class Controls:
         return out
 
     def remember(self, slots: np.ndarray, tokens: Tensor) -> None:
-        """slots [n] have been given tokens [n]."""
+        """slots [n], each another, have been given tokens [n] int64, which are where the logits are."""
         here = np.flatnonzero(self._controlled[slots])
         if not len(here):
             return
-        slots, ids = slots[here], tokens.numpy()[here]
-        self._penalties.count(slots, ids)
-        for slot, token in zip(slots.tolist(), ids.tolist(), strict=True):
-            matcher = self._slots[slot].matcher
-            if matcher is not None:
-                matcher.consume([token])
+        slots, tokens = slots[here], tokens[to_device(here, tokens.device)]
+        self._penalties.count(slots, tokens)
+        matchers = [self._slots[slot].matcher for slot in slots.tolist()]
+        if any(matchers):  # the host waits for the ids: the next masks follow from them
+            for matcher, token in zip(matchers, tokens.tolist(), strict=True):
+                if matcher is not None:
+                    matcher.consume([token])
 
     def _mask(self, out: Adjustment, row: int, state: _Slot, matcher: Matcher, bound: bool) -> None:
         """bound: ids that end the output are not to be chosen, if there are others."""

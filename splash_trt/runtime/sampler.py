@@ -29,6 +29,7 @@ from torch import Tensor
 from splash_trt.dist.collectives import Collectives
 from splash_trt.plan import SAMPLE
 from splash_trt.runtime import noise
+from splash_trt.runtime.to_device import to_device
 
 MAX_CANDIDATES = 256
 """Up to this top_k the ranks gather candidates; above it the message would grow, and the threshold is searched for."""
@@ -38,6 +39,7 @@ _RADIX_BITS = 8
 # Elements of a block of columns. Bounds the memory of what is made on the way: on a CPU, filling fresh pages of whole
 # [S, V] arrays took three times as long as the arithmetic.
 _BLOCK = 1 << 20
+_DEVICE_BLOCK = 1 << 22  # of 32 MB in float64, which a GPU's cache holds; less would be more launches than work
 _NEVER = float("-inf")
 
 
@@ -89,10 +91,12 @@ class RowParams:
         drawn = table[rows]
         reals = np.stack([np.maximum(drawn["temperature"], _MIN_TEMPERATURE), drawn["top_p"], drawn["min_p"]])
         whole = np.stack([drawn["top_k"], drawn["seed"], position[rows], rows]).astype(np.int64)
-        temperature, top_p, min_p = torch.from_numpy(reals).to(device).unbind()
-        top_k, seed, position_, rows_ = torch.from_numpy(whole).to(device).unbind()
+        packed = np.concatenate([target.astype(np.int64), whole.ravel(), reals.view(np.int64).ravel()])  # one copy
+        target_, whole_, reals_ = to_device(packed, device).split([len(target), whole.size, reals.size])
+        top_k, seed, position_, rows_ = whole_.view(whole.shape).unbind()
+        temperature, top_p, min_p = reals_.view(torch.float64).view(reals.shape).unbind()
         return cls(
-            target=torch.from_numpy(target.astype(np.int64)).to(device),
+            target=target_,
             rows=None if len(rows) == len(table) else rows_,
             temperature=temperature,
             top_p=top_p,
@@ -134,8 +138,8 @@ class Sampled:
 
 
 def column_blocks(x: Tensor) -> list[slice]:
-    """Ranges that cover x's columns, each of about _BLOCK elements of x [W, V]."""
-    step = max(1, _BLOCK // len(x))
+    """Ranges that cover x's columns, each of about _BLOCK (on a GPU _DEVICE_BLOCK) elements of x [W, V]."""
+    step = max(1, (_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK) // len(x))
     return [slice(start, start + step) for start in range(0, x.shape[1], step)]
 
 
