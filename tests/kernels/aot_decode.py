@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from splash_plugins.latent_rows.kernel import latent_rows_kernel
+from splash_plugins.mla_attention.decode_kernel import choose_config, decode_kernel, merge_kernel
 from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
+from splash_plugins.rope_q.kernel import rope_q_kernel
 from tests.kernels.aot import Kernel, Target
 
+HIDDEN, HEADS, NOPE, LATENT, ROPE, QUERY_LATENT = 2048, 10, 192, 512, 64, 768
+PAGE_TOKENS = 64
+# What the rest of the arguments are: bfloat16 tensors, or integers.
+FLOAT32 = ("cos", "sin", "lse", "partial", "partial_lse")
+INT32 = ("tables", "slot", "first", "length", "page", "offset", "target_page", "target_offset")
+TENSORS = ("q", "qkv", "hidden", "delta", "weight", "out", "pages", "rows", "latent", "absorbed", "q_norm", "kv_norm")
 
-def _norm() -> Kernel:
-    return Kernel(
-        add_norm_kernel,
-        types={
-            "hidden": "*bf16",
-            "hidden_stride": "i32",
-            "delta": "*bf16",
-            "delta_stride": "i32",
-            "weight": "*bf16",
-            "eps": "fp32",
-            "out": "*bf16",
-            "out_stride": "i32",
-        },
-        constexprs={"SIZE": 2048, "BLOCK": 2048},
-        options={"num_warps": norm_warps(2048)},
-        aligned=("hidden_stride", "delta_stride", "out_stride"),
-    )
+
+def _kernel(function: object, constexprs: dict[str, object], num_warps: int, num_stages: int = 3) -> Kernel:
+    types: dict[str, str] = {}
+    for name in function.arg_names:  # type: ignore[attr-defined]
+        if name in FLOAT32:
+            types[name] = "*fp32"
+        elif name in INT32:
+            types[name] = "*i32"
+        elif name in TENSORS:
+            types[name] = "*bf16"
+        elif name in ("eps", "scale"):
+            types[name] = "fp32"
+        elif name not in constexprs:
+            # A page's stride in an arena of all layers is the only number that may pass 2³¹.
+            types[name] = "i64" if name == "page_stride" else "i32"
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return Kernel(function, types, constexprs, options, tuple(n for n in types if n.endswith("_stride")))
 
 
 def kernels(target: Target) -> list[Kernel]:
-    return [_norm()]
+    config = choose_config(HEADS, 2, target.shared_bytes, target.name == "sm_90")
+    tile = {"HEADS": HEADS, "LATENT": LATENT, "BLOCK_N": config.block_n}
+    attend = {"ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_H": config.block_h, "BLOCK_L": 512, "BLOCK_R": 64}
+    heads = {"HEADS": 20, "NOPE": NOPE, "LATENT": LATENT, "R": ROPE, "INTERLEAVED": True}
+    row = {"Q": QUERY_LATENT, "L": LATENT, "R": ROPE, "INTERLEAVED": True}
+    decode = _kernel(decode_kernel, {**tile, **attend}, config.num_warps, config.num_stages)
+    # Parts of a context are float32.
+    decode = dataclasses.replace(decode, types={**decode.types, "out": "*fp32"})
+    return [
+        _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, norm_warps(HIDDEN)),
+        _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, norm_warps(1024)),
+        _kernel(rope_q_kernel, {**heads, "BLOCK_H": 32, "BLOCK_R": 32}, 4),
+        decode,
+        _kernel(merge_kernel, {**tile, "BLOCK_S": 16, "BLOCK_L": 128}, 4),
+    ]
