@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from splash_engines import ops
 from splash_plugins.grouped_experts.reference import grouped_experts
+from splash_trt.config import SIMULATED_ROUTING
 from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import LayoutSpec, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
@@ -24,7 +25,18 @@ from splash_trt.weights.store import WeightStore
 class TorchEngine:
     """The model's segments under one layout; `counts` [N] in the calls are the plan's."""
 
-    def __init__(self, model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: LayoutSpec,
+        weights: WeightStore,
+        collectives: Collectives,
+        simulate_routing: str = "",
+    ) -> None:
+        """simulate_routing: EngineConfig's."""
+        assert simulate_routing in SIMULATED_ROUTING, simulate_routing
+        self._simulates = bool(simulate_routing) and model.experts is not None
+        self._choice: torch.Tensor | None = None  # the step's simulated one of all layers
         self.model = model
         self.spec = spec
         self._own = weights.own
@@ -38,8 +50,14 @@ class TorchEngine:
         moe = next((f"layers.{i}.experts.gate_up" for i, k in enumerate(model.layers) if k is LayerKind.MOE), None)
         self._first_expert = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
 
-    def embed(self, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D]."""
+    def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:
+        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D].
+
+        position [T], in the order of ids: needed where routing is simulated, which a step begins with here.
+        """
+        if self._simulates:
+            assert position is not None and self.model.experts is not None
+            self._choice = ops.uniform_choice(self.model.num_layers, ids, position, self.model.experts)
         partial = ops.embed(ids, self._own["embed"], self._first_id)
         return self._sum(partial, counts)
 
@@ -126,12 +144,14 @@ class TorchEngine:
             x = self._comm.all_gather(x, counts)
         if self.model.layers[layer] is LayerKind.DENSE:
             return self._sum(ops.gated_mlp(x, self._own[p + "gate_up"], self._own[p + "down"]), counts)
-        return self._sum(self._moe(p, x), counts)
+        return self._sum(self._moe(layer, x), counts)
 
-    def _moe(self, p: str, x: torch.Tensor) -> torch.Tensor:
-        own, config = self._own, self.model.experts
+    def _moe(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        own, config, p = self._own, self.model.experts, f"layers.{layer}."
         assert config is not None
         choice, weight = ops.route(x, own[p + "router"], own.get(p + "router_bias"), config)
+        if self._choice is not None:
+            choice = self._choice[layer]  # with the weights of the router's own, which costs what it does otherwise
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
         partial = grouped_experts(x, choice, weight, gate_up, down, self._first_expert)
         if config.shared_intermediate_size:

@@ -122,3 +122,39 @@ def route(
     if config.normalize:
         weight = weight / (weight.sum(dim=-1, keepdim=True) + 1e-20)
     return choice, weight * config.scale
+
+
+# Weyl step and the multipliers of splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit numbers.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """int64 -> int64: a bijection whose every output bit depends on every input bit."""
+    x = x * _STEP
+    for shift, multiplier in ((30, _MIX_1), (27, _MIX_2)):
+        # int64 shifts keep the sign: the mask makes them logical.
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniform_choice(num_layers: int, token: torch.Tensor, position: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Random experts in place of a router's: [num_layers, T, k] int64, each k different ones, all sets equally likely.
+
+    token, position [T]: ids and positions; with the layer's number they alone decide, so that it is the same choice on
+    every rank, in every layout, on every device. All layers at once, since a step is made of few and small operations.
+    Floyd's sampling (Bentley, Programming Pearls, CACM 30(9), 1987): a draw that was drawn before gives way to the
+    largest number that it could have been.
+    """
+    device, k = token.device, experts.top_k
+    layer = torch.arange(num_layers, device=device)[:, None]
+    key = _mixed(_mixed(_mixed(layer) ^ position.to(torch.int64)) ^ token.to(torch.int64))
+    last = torch.arange(experts.num_experts - k, experts.num_experts, device=device)
+    draw = _mixed(key[..., None] ^ torch.arange(1, k + 1, device=device))
+    # 63 bits: that the number of experts does not divide 2^63 is seen by nobody.
+    choice = (draw & ((1 << 63) - 1)) % (last + 1)
+    for i in range(1, k):
+        before = (choice[..., :i] == choice[..., i : i + 1]).any(dim=-1)
+        choice[..., i] = torch.where(before, last[i], choice[..., i])
+    return choice
