@@ -192,12 +192,10 @@ def full_sampler() -> int:
             if rows["logprobs"].max() >= 0:
                 wrong += int((got.logprob.cpu() - want.logprob).abs().max() > 1e-4)
         params = params_of(rows, GPU)
-        eager = microseconds(lambda gpu=gpu, params=params: gpu(x, params), 7)
-        text = f"{eager:.0f} eager"
+        work = functools.partial(gpu, x, params)
+        text = f"{microseconds(work, 7):.0f} eager"
         if not params.filtered:
-            text += (
-                f", {microseconds(graph_of(lambda gpu=gpu, params=params: gpu(x, params)).replay, 7):.0f} as a graph"
-            )
+            text += f", {microseconds(graph_of(work).replay, 7):.0f} as a graph"
         print(f"{name}: {text}; wrong: {wrong}{waited}")
         failures += wrong
     return failures + mixed_batch(x) + penalised(x)
