@@ -1,0 +1,333 @@
+"""Expanded (prefill) attention over one round of up-projected context, in Triton.
+
+E queries here, h heads, nope and R (rope) parts of the head dim, vd value dim, C rows of the round's buffer, S
+segments, n tiles. Flash attention (Dao, arXiv:2307.08691): a program keeps one tile of queries of one head and walks
+its keys. The scores of block j + 1 are issued before block j is softmaxed, so that the tensor cores stay busy meanwhile
+(Shah et al., arXiv:2407.08608, section 3.2). The rope part of a key is the same for all heads and is read from the
+context rows.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+PREFILL_TILE = 128  # queries a tile
+HEAD_GROUP = 16  # heads whose keys are read at about the same time: what they have in common with L2's size
+LOG2_E = 1.4426950408889634
+NO_TILE = -1  # segment of a padded tile
+
+
+@triton.jit
+def _load(
+    source, row, end, row_stride, column,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [row, row + ROWS) and columns [column, column + WIDTH) of a matrix, padded to PADDED columns; 0 past row
+    `end` (through a descriptor: past the whole matrix)."""
+    if TMA:
+        tile = source.load([row, column])
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = tl.arange(0, PADDED)
+        mask = rows[:, None] < end
+        if WIDTH < PADDED:
+            mask = mask & (columns[None, :] < WIDTH)
+        tile = tl.load(source + rows[:, None].to(tl.int64) * row_stride + (column + columns)[None, :], mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _scores(
+    q, q_tail, q_rope, keys, keys_tail, key_ropes, row, end, key_stride, rope_stride, column,
+    BLOCK_N: tl.constexpr, NOPE: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr,
+    ROPE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] float32, unscaled. The widest product comes last: only that one overlaps the softmax."""
+    ropes = _load(key_ropes, row, end, rope_stride, 0, BLOCK_N, R, ROPE, TMA)
+    scores = tl.dot(q_rope, ropes.T, input_precision=PRECISION)
+    if TAIL > 0:
+        tail = _load(keys_tail, row, end, key_stride, column + HEAD, BLOCK_N, NOPE - HEAD, TAIL, TMA)
+        scores = tl.dot(q_tail, tail.T, scores, input_precision=PRECISION)
+    head = _load(keys, row, end, key_stride, column, BLOCK_N, NOPE if TAIL == 0 else HEAD, HEAD, TMA)
+    return tl.dot(q, head.T, scores, input_precision=PRECISION)
+
+
+@triton.jit
+def _accumulate(scores, top, total, acc, values, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One block's (running maximum in units of log2, sum, accumulator)."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    # A query that has seen nothing so far has -inf, and -inf - -inf is no number.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    rescale = tl.exp2(top - shift)
+    probability = tl.exp2(scores * scale - shift[:, None])
+    total = total * rescale + tl.sum(probability, 1)
+    acc = tl.dot(probability.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _place(num_tiles, heads, GROUP: tl.constexpr):
+    """(tile, head) of this program: groups of heads one after another, in each all heads of a tile before the next."""
+    program = tl.program_id(0)
+    first = program // (num_tiles * GROUP) * GROUP
+    size = min(heads - first, GROUP)
+    place = program - num_tiles * first
+    return place // size, first + place % size
+
+
+@triton.jit
+def _finish(
+    acc, top, total, out, lse, query, valid, out_stride, lse_stride,
+    VD: tl.constexpr, VALUE: tl.constexpr, HAS_LSE: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Normalises and writes; MERGE weighs it with what is there."""
+    out += query.to(tl.int64)[:, None] * out_stride + tl.arange(0, VALUE)[None, :]
+    lse += query.to(tl.int64) * lse_stride
+    mask = valid[:, None] & (tl.arange(0, VALUE) < VD)[None, :]
+    seen = total > 0
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    new = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    if MERGE:
+        old = tl.load(lse, valid, other=float("-inf"))
+        high = tl.maximum(old, new)
+        shift = tl.where(high == float("-inf"), 0.0, high)
+        old_weight = tl.exp(old - shift)
+        new_weight = tl.exp(new - shift)
+        both = tl.where(high == float("-inf"), 1.0, old_weight + new_weight)
+        before = tl.load(out, mask, other=0.0)
+        acc = before * (old_weight / both)[:, None] + acc * (new_weight / both)[:, None]
+        new = tl.log(both) + high
+    tl.store(out, acc.to(out.dtype.element_ty), mask)
+    if HAS_LSE:
+        tl.store(lse, new, valid)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _prefill_kernel(
+    q, position, keys, keys_tail, key_ropes, values, value_data, segments, tiles, out, lse,
+    num_tiles, heads, scale, q_stride, q_head, key_stride, key_head, rope_stride, value_stride, value_head,
+    out_stride, out_head, lse_stride, lse_head,
+    NOPE: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
+    VD: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, HAS_LSE: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = TILE // BLOCK_M
+    place, head = _place(num_tiles * PARTS, heads, GROUP)
+    segment = tl.load(tiles + place // PARTS * 2)
+    if segment < 0:
+        return
+    first = tl.load(tiles + place // PARTS * 2 + 1) + place % PARTS * BLOCK_M
+    query_end = tl.load(segments + segment * 5 + 1)
+    if first >= query_end:
+        return
+    key_begin = tl.load(segments + segment * 5 + 2)
+    key_end = tl.load(segments + segment * 5 + 3)
+    first_key = tl.load(segments + segment * 5 + 4)
+    query = first + tl.arange(0, BLOCK_M)
+    valid = query < query_end
+    positions = tl.load(position + query, valid, other=first_key - 1)
+    visible = key_begin + tl.minimum(tl.maximum(positions - first_key + 1, 0), key_end - key_begin)  # ends of rows
+    end = tl.max(visible, 0)
+    if MERGE:
+        if end == key_begin:
+            return
+    # Blocks that every query of the tile sees whole need no mask.
+    full = tl.min(tl.where(valid, visible, key_end), 0)
+    full_end = key_begin + (full - key_begin) // BLOCK_N * BLOCK_N
+
+    q += head.to(tl.int64) * q_head
+    out += head.to(tl.int64) * out_head
+    lse += head.to(tl.int64) * lse_head
+    key_column = head * key_head
+    value_column = head * value_head
+    q_main = _load(q, first, query_end, q_stride, 0, BLOCK_M, NOPE if TAIL == 0 else HEAD, HEAD, False)
+    q_tail = q_main
+    if TAIL > 0:
+        q_tail = _load(q, first, query_end, q_stride, HEAD, BLOCK_M, NOPE - HEAD, TAIL, False)
+    q_rope = _load(q, first, query_end, q_stride, NOPE, BLOCK_M, R, ROPE, False)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
+    scores = _scores(
+        q_main, q_tail, q_rope, keys, keys_tail, key_ropes, key_begin, end, key_stride, rope_stride, key_column,
+        BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
+    )  # fmt: skip
+    for row in tl.range(key_begin, full_end, BLOCK_N):
+        following = _scores(
+            q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row + BLOCK_N, end, key_stride, rope_stride, key_column,
+            BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
+        )  # fmt: skip
+        v = _load(values, row, end, value_stride, value_column, BLOCK_N, VD, VALUE, TMA)
+        top, total, acc = _accumulate(scores, top, total, acc, v, scale, False, PRECISION)
+        scores = following
+    for row in tl.range(full_end, end, BLOCK_N):
+        following = _scores(
+            q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row + BLOCK_N, end, key_stride, rope_stride, key_column,
+            BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
+        )  # fmt: skip
+        # Past `end` may lie anything, which times a probability of 0 may be no number: not through the descriptor.
+        v = _load(value_data, row, end, value_stride, value_column, BLOCK_N, VD, VALUE, False)
+        scores = tl.where((row + tl.arange(0, BLOCK_N))[None, :] < visible[:, None], scores, float("-inf"))
+        top, total, acc = _accumulate(scores, top, total, acc, v, scale, True, PRECISION)
+        scores = following
+    _finish(acc, top, total, out, lse, query, valid, out_stride, lse_stride, VD, VALUE, HAS_LSE, MERGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """How a launch cuts its work. `tma`: keys and values come through tensor descriptors (from compute capability 9.0,
+    16-bit types, parts of the head dim that need no padding)."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+    def shared_bytes(self, depth: int, value: int, itemsize: int) -> int:
+        """About what a block asks for: queries, keys and values of every stage, part of the first block's keys."""
+        first = self.block_n * min(depth, 128) * itemsize + 2048
+        keys = self.block_n * (depth + value) * itemsize
+        return self.block_m * depth * itemsize + keys * self.stages + first
+
+
+def split_nope(nope: int) -> tuple[int, int]:
+    """(head, tail): powers of two from 16 that hold nope columns with the least padding; tail 0 where one is enough."""
+    whole = max(16, triton.next_power_of_2(nope))
+    head = whole // 2
+    if head < 16 or nope <= head:
+        return whole, 0
+    tail = max(16, triton.next_power_of_2(nope - head))
+    return (head, tail) if head + tail < whole else (whole, 0)
+
+
+def pad(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def choose_blocks(nope: int, rope: int, vd: int, itemsize: int, shared_bytes: int, tma: bool) -> Blocks:
+    """The largest blocks that fit what a block of threads can have in shared memory; measured on an H200."""
+    depth, value = sum(split_nope(nope)) + pad(rope), pad(vd)
+    tries = [
+        Blocks(block_m=128, block_n=64, warps=8, stages=3),
+        Blocks(block_m=128, block_n=64, warps=8, stages=2),
+        Blocks(block_m=64, block_n=64, warps=4, stages=2),
+        Blocks(block_m=64, block_n=32, warps=4, stages=2),
+        Blocks(block_m=64, block_n=32, warps=4, stages=1),
+        Blocks(block_m=32, block_n=16, warps=8, stages=1),
+        Blocks(block_m=16, block_n=16, warps=4, stages=1),
+    ]
+    if itemsize > 2:
+        tries = tries[-2:]  # products without tensor cores, unrolled: larger ones take minutes to compile
+    for blocks in tries:
+        if blocks.shared_bytes(depth, value, itemsize) <= shared_bytes:
+            return replace(blocks, tma=tma)
+    raise ValueError(
+        f"head dims nope {nope}, rope {rope}, v {vd} need more than the {shared_bytes} bytes of shared memory that a "
+        "block has on this GPU; use a GPU with more, or a 16-bit dtype"
+    )
+
+
+@cache
+def _device_limits(index: int) -> tuple[int, bool]:
+    """(shared memory of a block in bytes, whether it has tensor descriptors)."""
+    properties = torch.cuda.get_device_properties(index)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
+    return shared, torch.version.hip is None and properties.major >= 9
+
+
+def _tma_fits(nope: int, rope: int, vd: int, tensors: Sequence[torch.Tensor]) -> bool:
+    exact = sum(split_nope(nope)) == nope and pad(rope) == rope and pad(vd) == vd
+    return exact and all(
+        t.element_size() == 2 and t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and len(t) > 0
+        for t in tensors
+    )
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Of a tensor [C, ..., d] as a matrix: one row of it may hold all heads."""
+    columns = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    return TensorDescriptor(tensor, [len(tensor), columns], [tensor.stride(0), 1], [rows, width])
+
+
+def tiles_of(segments: np.ndarray) -> np.ndarray:
+    """Tiles [n, 2] int32 (segment, first query) of segments [S, 5] (query_begin, query_end, key_begin, key_end,
+    first_key): longest first, so that the last programs to run are short ones.
+
+    A tile's work is taken to be what it sees if the segment's last query sees the segment's last key.
+    """
+    tiles: list[tuple[int, int, int]] = []
+    for index, (begin, end, key_begin, key_end, _) in enumerate(segments.tolist()):
+        for first in range(begin, end, PREFILL_TILE):
+            hidden = end - min(first + PREFILL_TILE, end)
+            tiles.append((min(0, hidden - (key_end - key_begin)), index, first))
+    tiles.sort()
+    return np.array([tile[1:] for tile in tiles], np.int32).reshape(-1, 2)
+
+
+def prefill(
+    q: torch.Tensor,
+    position: torch.Tensor,
+    rows: torch.Tensor,
+    k_nope: torch.Tensor,
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    merge: bool,
+    blocks: Blocks | None = None,
+) -> None:
+    """Attention of this round's queries to its keys, written to out and lse, or merged into them.
+
+    q [E, h, nope + R], rotated, its last dim dense; position [E] int32; rows [C, W], of which the last R are the keys'
+    rotated rope part; k_nope [C, h, nope]; v [C, h, vd]; segments [S, 5] int32 (query_begin, query_end, key_begin,
+    key_end, first_key): queries [query_begin, query_end) see those of the rows key_begin … key_end - 1, at positions
+    first_key, first_key + 1, …, that are not beyond their own position; tiles [n, 2] int32 from tiles_of, padded with
+    segment NO_TILE. scale > 0. out [E, h, vd]; lse [E, h] float32, natural logarithm.
+    merge=False writes out and lse, 0 and -inf for a query that sees nothing. merge=True: both hold the result over
+    other keys so far, out in float32, and the two are merged by log-sum-exp. Queries in no tile are left alone.
+    All tensors may be slices of others; q, rows, k_nope, v and out are dense in their last dim.
+    """
+    heads, nope = k_nope.shape[1:]
+    rope, vd = q.shape[2] - nope, v.shape[2]
+    assert scale > 0 and out.stride(-1) == 1 and q.stride(-1) == 1 and v.stride(-1) == 1
+    assert not merge or (lse is not None and out.dtype == torch.float32), "merging needs float32 results so far"
+    if not len(tiles) or not heads:
+        return
+    ropes = rows[:, rows.shape[1] - rope :]
+    if blocks is None:
+        shared, has_tma = _device_limits(q.device.index or 0) if q.is_cuda else (1 << 20, False)
+        has_tma = has_tma and _tma_fits(nope, rope, vd, (ropes, k_nope, v))
+        blocks = choose_blocks(nope, rope, vd, q.element_size(), shared, has_tma)
+    head, tail = split_nope(nope)
+    sources: list[torch.Tensor | TensorDescriptor] = [k_nope, k_nope, ropes, v]
+    if blocks.tma:
+        widths = (head, tail or head, rope, vd)
+        sources = [
+            _descriptor(t, blocks.block_n, width) for t, width in zip((k_nope, k_nope, ropes, v), widths, strict=True)
+        ]
+    parts = PREFILL_TILE // blocks.block_m
+    _prefill_kernel[(len(tiles) * parts * heads,)](
+        q, position, *sources, v, segments, tiles, out, out if lse is None else lse,
+        len(tiles), heads, scale * LOG2_E, q.stride(0), q.stride(1), k_nope.stride(0), k_nope.stride(1),
+        rows.stride(0), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
+        0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+        NOPE=nope, HEAD=head, TAIL=tail, R=rope, ROPE=pad(rope), VD=vd, VALUE=pad(vd), TILE=PREFILL_TILE,
+        BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, GROUP=HEAD_GROUP, TMA=blocks.tma,
+        HAS_LSE=lse is not None, MERGE=merge, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""The prefill attention and its row gathering, ahead of time."""
+
+from __future__ import annotations
+
+from splash_plugins.mla_attention.gather_kernel import BLOCK_ROWS, _gather_kernel
+from splash_plugins.mla_attention.prefill_kernel import (
+    HEAD_GROUP,
+    PREFILL_TILE,
+    Blocks,
+    _prefill_kernel,
+    choose_blocks,
+    pad,
+    split_nope,
+)
+from tests.kernels.aot import Kernel, Target
+
+# (nope, rope, v) of glm-4.7-flash, of deepseek-v3, and of a tiny model
+DIMS = ((192, 64, 256), (128, 64, 128), (24, 8, 20))
+ALIGNED = tuple(f"{tensor}_{axis}" for tensor in ("q", "key", "value", "out") for axis in ("stride", "head")) + (
+    "rope_stride",
+)
+
+
+def prefill_kernel(dims: tuple[int, int, int], dtype: str, blocks: Blocks, merge: bool) -> Kernel:
+    nope, rope, vd = dims
+    head, tail = split_nope(nope)
+    widths = {"keys": head, "keys_tail": tail or head, "key_ropes": pad(rope), "values": pad(vd)}
+    out = "fp32" if merge else dtype
+    types = {"q": dtype, "value_data": dtype, "position": "i32", "segments": "i32", "tiles": "i32", "out": out}
+    types = {name: f"*{type_}" for name, type_ in types.items()} | {"lse": "*fp32", "scale": "fp32"}
+    for name, width in widths.items():
+        types[name] = f"tensordesc<{dtype}[{blocks.block_n},{width}]>" if blocks.tma else f"*{dtype}"
+    integers = ("num_tiles", "heads", "lse_stride", "lse_head", *ALIGNED)
+    constexprs = {
+        "NOPE": nope, "HEAD": head, "TAIL": tail, "R": rope, "ROPE": pad(rope), "VD": vd, "VALUE": pad(vd),
+        "TILE": PREFILL_TILE, "BLOCK_M": blocks.block_m, "BLOCK_N": blocks.block_n, "GROUP": HEAD_GROUP,
+        "TMA": blocks.tma, "HAS_LSE": True, "MERGE": merge, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    return Kernel(
+        _prefill_kernel,
+        types | dict.fromkeys(integers, "i32"),
+        constexprs,
+        {"num_warps": blocks.warps, "num_stages": blocks.stages},
+        ALIGNED if vd % 16 == 0 else (),
+    )
+
+
+def gather_kernel(width: int) -> Kernel:
+    types = {"pages": "*bf16", "page": "*i32", "offset": "*i32", "out": "*bf16"}
+    strides = ("page_stride", "row_stride", "out_stride")
+    return Kernel(
+        _gather_kernel,
+        types | dict.fromkeys(("num_rows", *strides), "i32"),
+        {"WIDTH": width, "PADDED": 1024 if width > 512 else 64, "ROWS": BLOCK_ROWS},
+        {"num_warps": 8},
+        strides,
+    )
+
+
+def kernels(target: Target) -> list[Kernel]:
+    has_tma = target.is_nvidia and int(target.arch) >= 90
+    found = [gather_kernel(576), gather_kernel(40)]
+    for dims in DIMS:
+        for dtype in ("bf16", "fp32"):
+            tma = has_tma and dtype == "bf16" and dims[2] % 16 == 0
+            blocks = choose_blocks(*dims, 2 if dtype == "bf16" else 4, target.shared_bytes, tma)
+            merges = (False, True) if dtype == "bf16" else (False,)
+            found += [prefill_kernel(dims, dtype, blocks, merge) for merge in merges]
+    return found
