@@ -1,0 +1,101 @@
+"""splash::grouped_experts_up and …_down: this rank's routed experts, for steps of few tokens. As reference.py.
+
+One after the other: TensorRT launches one kernel a plugin, and gives it no scratch memory.
+"""
+
+# TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
+# take the arguments of their descriptions under the same names, used or not.
+
+import tensorrt as trt
+import tensorrt.plugin as trtp
+from triton.backends.compiler import GPUTarget
+
+from splash_plugins.aot import compile_entry
+from splash_plugins.grouped_experts.plugin_kernel import Sizes, down_entry, up_entry
+from splash_plugins.trt_support import constants, launch, pointer
+
+UP = "splash::grouped_experts_up"
+DOWN = "splash::grouped_experts_down"
+
+
+def register(target: GPUTarget) -> None:
+    """T tokens, D hidden, I intermediate, k choices a token, E_r experts here; choice -1 is nobody's."""
+    _register_up(target)
+    _register_down(target)
+
+
+def _register_up(target: GPUTarget) -> None:
+    """x [T, D], choice [T, k] int32, gate_up [E_r, 2 I, D]; hidden [T k, I], undefined for others' pairs."""
+
+    @trtp.register(UP)
+    def describe(
+        x: trtp.TensorDesc, choice: trtp.TensorDesc, gate_up: trtp.TensorDesc, first_expert: int, max_tokens: int
+    ) -> trtp.TensorDesc:
+        pairs = choice.shape_expr[0] * choice.shape_expr[1]
+        return trtp.from_shape_expr((pairs, gate_up.shape_expr[1] // 2), x.dtype)
+
+    @trtp.aot_impl(UP)
+    def implement(
+        x: trtp.TensorDesc,
+        choice: trtp.TensorDesc,
+        gate_up: trtp.TensorDesc,
+        first_expert: int,
+        max_tokens: int,
+        outputs: tuple[trtp.TensorDesc],
+        tactic: int,
+    ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
+        experts, double, hidden = constants(gate_up, "gate_up", 0, 1, 2)
+        (top_k,) = constants(choice, "choice", 1)
+        sizes = Sizes(
+            hidden=hidden,
+            inner=double // 2,
+            experts=experts,
+            first_expert=first_expert,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            item_bytes=4 if x.dtype == trt.float32 else 2,
+        )
+        made = up_entry(pointer(x), sizes, target)
+        columns = -(-sizes.inner // made.constexprs["BLOCK_N"])
+        return launch(compile_entry(made, target), [columns, experts], [choice.shape_expr[0] * top_k])
+
+
+def _register_down(target: GPUTarget) -> None:
+    """hidden [T k, I], down [E_r, D, I], choice [T, k] int32, weight [T, k] float32; out [T, D]."""
+
+    @trtp.register(DOWN)
+    def describe(
+        hidden: trtp.TensorDesc,
+        down: trtp.TensorDesc,
+        choice: trtp.TensorDesc,
+        weight: trtp.TensorDesc,
+        first_expert: int,
+        max_tokens: int,
+    ) -> trtp.TensorDesc:
+        return trtp.from_shape_expr((choice.shape_expr[0], down.shape_expr[1]), hidden.dtype)
+
+    @trtp.aot_impl(DOWN)
+    def implement(
+        hidden: trtp.TensorDesc,
+        down: trtp.TensorDesc,
+        choice: trtp.TensorDesc,
+        weight: trtp.TensorDesc,
+        first_expert: int,
+        max_tokens: int,
+        outputs: tuple[trtp.TensorDesc],
+        tactic: int,
+    ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
+        experts, width, inner = constants(down, "down", 0, 1, 2)
+        (top_k,) = constants(choice, "choice", 1)
+        sizes = Sizes(
+            hidden=width,
+            inner=inner,
+            experts=experts,
+            first_expert=first_expert,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            item_bytes=4 if hidden.dtype == trt.float32 else 2,
+        )
+        made = down_entry(pointer(hidden), sizes, target)
+        columns = -(-width // made.constexprs["BLOCK_N"])
+        return launch(compile_entry(made, target), [columns, choice.shape_expr[0]])

@@ -1,0 +1,27 @@
+"""Registers the plugins with full TensorRT, for networks that embed them. The runtime calls kernels without it."""
+
+from __future__ import annotations
+
+import importlib
+
+from triton.backends.compiler import GPUTarget
+
+FOLDERS = ("mla_attention", "cache_append", "lse_merge", "dop_exchange", "page_transfer", "grouped_experts")
+
+
+def register_all(target: GPUTarget) -> None:
+    """Registers each plugin once in a process, its kernels to be compiled for `target`, which is the building GPU.
+
+    ValueError if there is no full TensorRT with ahead-of-time plugins and aliased outputs (10.10 and later have them).
+    """
+    try:
+        trtp = importlib.import_module("tensorrt.plugin")
+    except ImportError as error:
+        raise ValueError(f"plugins need full TensorRT, which does not load ({error}); pip install tensorrt") from error
+    lacking = [name for name in ("aot_impl", "KernelLaunchParams") if not hasattr(trtp, name)]
+    if not hasattr(trtp.TensorDesc, "aliased"):
+        lacking.append("TensorDesc.aliased")
+    if lacking:
+        raise ValueError(f"plugins need a newer TensorRT: this one's tensorrt.plugin lacks {', '.join(lacking)}")
+    for folder in FOLDERS:
+        importlib.import_module(f"splash_plugins.{folder}.trt").register(target)

@@ -1,0 +1,51 @@
+"""What the plugins' registrations share. Importing it needs full TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorrt as trt
+import tensorrt.plugin as trtp
+
+from splash_plugins.aot import Compiled
+
+POINTERS = {
+    trt.float32: "*fp32",
+    trt.float16: "*fp16",
+    trt.bfloat16: "*bf16",
+    trt.int32: "*i32",
+    trt.int64: "*i64",
+}
+
+
+def pointer(tensor: Any) -> str:
+    """Triton's type for a tensor's address. ValueError for a dtype that no kernel takes."""
+    if tensor.dtype not in POINTERS:
+        raise ValueError(f"{tensor.dtype} is none of {', '.join(str(t) for t in POINTERS)}")
+    return POINTERS[tensor.dtype]
+
+
+def constants(tensor: Any, name: str, *axes: int) -> tuple[int, ...]:
+    """Sizes of `tensor` along `axes`. ValueError if a profile may change one: the kernel is compiled for it."""
+    found = []
+    for axis in axes:
+        size = tensor.shape_expr[axis]
+        if not size.is_constant:
+            raise ValueError(f"{name}: dimension {axis} is dynamic, but the kernel is compiled for one size of it")
+        found.append(size.constant_value())
+    return tuple(found)
+
+
+def launch(
+    kernel: Compiled, grid: Sequence[Any], scalars: Sequence[Any] = ()
+) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
+    """What an ahead-of-time implementation returns. grid, scalars: integers or expressions of the shapes."""
+    params = trtp.KernelLaunchParams()
+    params.grid_x, params.grid_y, params.grid_z = (*grid, *[1] * (3 - len(grid)))
+    params.block_x = kernel.threads
+    params.shared_mem = kernel.shared_bytes
+    extra = trtp.SymIntExprs(len(scalars))
+    for i, scalar in enumerate(scalars):
+        extra[i] = trtp.SymInt32(scalar)
+    return kernel.name, kernel.ptx, params, extra
