@@ -31,8 +31,7 @@ _MIN_TEMPERATURE = tl.constexpr(1e-30)
 _LAST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 # |estimate - score * temperature| < temperature * _NOISE_ERROR + |score * temperature| * _LOGIT_ERROR for what can be
-# the best, with more than 20 times to spare: noise() below is right to 2e-5 on GPUs' approximate logarithms, and
-# float32 rounds to 2**-24.
+# the best, with ten times to spare: noise() below is right to 1e-4, and float32 rounds to 2**-24.
 _NOISE_ERROR = tl.constexpr(1e-3)
 _LOGIT_ERROR = tl.constexpr(2.0**-20)
 
@@ -54,6 +53,19 @@ def _hashes(seed, position, first_id, columns):
 
 
 @triton.jit
+def _log(x):
+    """The natural logarithm of normal numbers above 0, within 1.2e-5 or rounding; a third of the exact one's work.
+
+    The polynomial interpolates log at the Chebyshev nodes of [1, 2].
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    m = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    p = 1.1017396 + m * (-0.27900102 + m * 0.029808765)
+    return exponent * 0.6931472 + (-1.9324432 + m * (3.4989067 + m * (-2.4189995 + m * p)))
+
+
+@triton.jit
 def noise(hashes):
     """Estimates of the Gumbel noise in float32.
 
@@ -66,8 +78,8 @@ def noise(hashes):
     high, low = (cell >> 32).to(tl.int32), (cell & 0xFFFFFFFF).to(tl.uint32)
     w = high.to(tl.float32) * 2.0**-32 + low.to(tl.float32) * 2.0**-64
     series = w * (1.0 + w * (0.5 + w * (1 / 3 + w * (0.25 + w * 0.2))))
-    exponential = -tl.log(tl.where(above, 1.0 - w, w))
-    return -tl.log(tl.where(above & (w < 0.1), series, exponential))
+    exponential = -_log(tl.where(above, 1.0 - w, w))
+    return -_log(tl.where(above & (w < 0.15), series, exponential))
 
 
 @triton.jit

@@ -109,6 +109,17 @@ def test_temperature_in_float32(how: ModuleType, device: str) -> None:
     assert found[1].tolist() == sampled(x, table, np.arange(9)).tolist()
 
 
+def test_scores_that_estimates_cannot_tell_apart(device: str) -> None:
+    _, table = cases(6, 2500, torch.float32, seed=9)
+    table["temperature"] = [0.3, 1.0, 1.7] * 2
+    seed, temperature = (torch.from_numpy(table[name].copy()) for name in ("seed", "temperature"))
+    drawn = noise.gumbel(noise.row_keys(seed, torch.arange(6)), noise.id_steps(0, 2500, torch.device("cpu")))
+    x = (-drawn * temperature[:, None]).float()  # all scores are 0, but for the rounding of this
+    got = found_by(kernel, x, table, np.arange(6), 0, device)
+    assert got.view(torch.int64)[:, 1].tolist() == sampled(x, table, np.arange(6)).tolist()
+    assert (got[:, 0] < 1e-5).all()
+
+
 def test_strided_rows_are_read_and_nothing_else(device: str) -> None:
     x, table = cases(20, 1100, torch.float32, seed=5)
     wide = torch.full((20, 1200), 1e4)
@@ -139,11 +150,11 @@ def test_estimates_keep_their_error_bound(device: str) -> None:
     anywhere = rng.integers(-(2**63), 2**63 - 1, 1 << 15)
     small = rng.integers(0, 2**63 - 1, 1 << 15) >> rng.integers(0, 63, 1 << 15)  # u near 0, then near 1
     near = np.array([0, 4095, 4096, -(2**63), 2**63 - 1])
-    edge = np.array([int(u * 2**64) - 2**64 for u in (0.9, 1 - 0.1, 0.5)])
+    edge = np.array([int(u * 2**64) - 2**64 for u in (0.85, 0.9, 0.5)])
     around = (edge[:, None] + rng.integers(-(2**40), 2**40, (3, 100))).ravel()
     bits = np.concatenate([anywhere, small, ~small, near, ~near, around])
     bits = torch.from_numpy(np.pad(bits, (0, -len(bits) % 1024)))
     out = torch.empty(len(bits), device=device)
     _estimates[(len(bits) // 1024,)](bits.to(device), out, BLOCK=1024)
     want = noise.uniform(bits).log_().neg_().log_().neg_()
-    assert (out.cpu().double() - want).abs().max() < 2e-5  # of 1e-3 that the kernel allows for
+    assert (out.cpu().double() - want).abs().max() < 1e-4  # of 1e-3 that the kernel allows for
