@@ -113,7 +113,7 @@ def _finish(
         tl.store(lse, new, valid)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "heads", "lse_stride"])
 def _prefill_kernel(
     q, position, keys, keys_tail, key_ropes, values, value_data, segments, tiles, out, lse,
     num_tiles, heads, scale, q_stride, q_head, key_stride, key_head, rope_stride, value_stride, value_head,

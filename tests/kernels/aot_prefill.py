@@ -14,8 +14,13 @@ from splash_plugins.mla_attention.prefill_kernel import (
 )
 from tests.kernels.aot import Kernel, Target
 
-# (nope, rope, v) of glm-4.7-flash, of deepseek-v3, and of a tiny model
-DIMS = ((192, 64, 256), (128, 64, 128), (24, 8, 20))
+# (nope, rope, v), dtype, merge: glm-4.7-flash, deepseek-v3, and a tiny model
+CASES = (
+    ((192, 64, 256), "bf16", False),
+    ((192, 64, 256), "bf16", True),
+    ((128, 64, 128), "bf16", True),
+    ((24, 8, 20), "fp32", True),
+)
 ALIGNED = tuple(f"{tensor}_{axis}" for tensor in ("q", "key", "value", "out") for axis in ("stride", "head")) + (
     "rope_stride",
 )
@@ -60,10 +65,8 @@ def gather_kernel(width: int) -> Kernel:
 def kernels(target: Target) -> list[Kernel]:
     has_tma = target.is_nvidia and int(target.arch) >= 90
     found = [gather_kernel(576), gather_kernel(40)]
-    for dims in DIMS:
-        for dtype in ("bf16", "fp32"):
-            tma = has_tma and dtype == "bf16" and dims[2] % 16 == 0
-            blocks = choose_blocks(*dims, 2 if dtype == "bf16" else 4, target.shared_bytes, tma)
-            merges = (False, True) if dtype == "bf16" else (False,)
-            found += [prefill_kernel(dims, dtype, blocks, merge) for merge in merges]
+    for dims, dtype, merge in CASES:
+        tma = has_tma and dtype == "bf16"
+        blocks = choose_blocks(*dims, 2 if dtype == "bf16" else 4, target.shared_bytes, tma)
+        found.append(prefill_kernel(dims, dtype, blocks, merge))
     return found

@@ -11,6 +11,7 @@ import torch
 from splash_plugins.mla_attention import prefill_reference
 from splash_plugins.mla_attention.gather_kernel import gather_rows
 from splash_plugins.mla_attention.prefill_kernel import NO_TILE, PREFILL_TILE, Blocks, prefill, split_nope, tiles_of
+from splash_plugins.mla_attention.prefill_sdpa import runs_of
 
 pytestmark = pytest.mark.kernels
 
@@ -177,3 +178,19 @@ def test_gathered_rows(device: str) -> None:
     want = pages[page.clamp(min=0).long(), offset.clamp(max=3).long()] * (page >= 0)[:, None]
     assert torch.equal(out[:, :40], want) and torch.isnan(out[:, 40:]).all()
     gather_rows(pages, page[:0], offset[:0], out[:0, :40])
+
+
+def test_pieces_of_runs_are_what_queries_see() -> None:
+    """The candidate's cutting, by brute force: a piece's causal mask is aligned with its first key."""
+    position = np.array([0, 1, 2, 5, 6, 9, 3, 4, 5, 6])
+    segments = np.array([(0, 6, 0, 8, 0), (6, 10, 8, 11, 4), (10, 10, 0, 4, 0)])
+    seen = np.zeros((10, 11), np.int64)
+    for run in runs_of(segments, position):
+        for queries, keys, causal in run.pieces():
+            block = np.ones((queries.stop - queries.start, keys.stop - keys.start), np.int64)
+            seen[queries, keys] += np.tril(block) if causal else block
+    want = np.zeros_like(seen)
+    for begin, end, key_begin, key_end, first_key in segments.tolist():
+        key_position = first_key + np.arange(key_end - key_begin)
+        want[begin:end, key_begin:key_end] = key_position[None] <= position[begin:end, None]
+    assert (seen == want).all()
