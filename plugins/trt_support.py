@@ -42,7 +42,8 @@ def launch(
 ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
     """What an ahead-of-time implementation returns. grid, scalars: integers or expressions of the shapes."""
     params = trtp.KernelLaunchParams()
-    params.grid_x, params.grid_y, params.grid_z = (*grid, *[1] * (3 - len(grid)))
+    for axis, programs in zip("xyz", grid, strict=False):
+        setattr(params, f"grid_{axis}", programs)
     params.block_x = kernel.threads
     params.shared_mem = kernel.shared_bytes
     extra = trtp.SymIntExprs(len(scalars))

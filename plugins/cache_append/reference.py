@@ -11,3 +11,14 @@ import torch
 def cache_append(pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
     """pages [num_pages, page_tokens, W] of one layer, in place; rows [n, W]; page, offset [n] int64."""
     pages[page, offset] = rows
+
+
+def append_rows(pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
+    """As cache_append, with page, offset [n] int32; page -1 stores nothing."""
+    kept = page >= 0
+    pages[page[kept].long(), offset[kept].long()] = rows[kept]
+
+
+def gather_rows(pages: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
+    """The inverse: fills out [C, W] with pages[page, offset]; page, offset [C] int32, zeros where page is -1."""
+    out.copy_(torch.where((page >= 0)[:, None], pages[page.clamp(min=0).long(), offset.long()], 0))

@@ -14,7 +14,7 @@ NAME = "splash::cache_append"
 
 
 def register(target: GPUTarget) -> None:
-    """pool [P, layers, S, W], rows [T, W], page, offset [T] int32 (page -1: not stored); the pool again, in its place."""
+    """pool [P, layers, S, W], rows [T, W], page, offset [T] int32 (page -1: nothing); the pool again, in place."""
 
     @trtp.register(NAME)
     def describe(

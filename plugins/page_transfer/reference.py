@@ -11,7 +11,8 @@ import torch
 def page_transfer(source: torch.Tensor, taken: torch.Tensor, pool: torch.Tensor, placed: torch.Tensor) -> None:
     """pool[placed[i]] = source[taken[i]], in place; nothing where placed[i] is -1.
 
-    source [P', N], pool [P, N]; taken, placed [n] int32. source may be pool itself, if no page is both taken and placed.
+    source [P', N], pool [P, N]; taken, placed [n] int32. source may be pool itself, if no page
+    is both taken and placed.
     """
     kept = placed >= 0
     pool[placed[kept].long()] = source[taken[kept].long()]

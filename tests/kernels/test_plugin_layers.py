@@ -1,5 +1,7 @@
-"""Plugin layers run as TensorRT would run them: its order of arguments, its launch parameters, evaluated for the sizes of
-the run, in Triton's interpreter (or on the GPU), against the plain references."""
+"""Plugin layers run as TensorRT would run them: its order of arguments, its launch parameters, for the sizes of the run.
+
+In Triton's interpreter, or on the GPU, against the plain references.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugins' registrations: TensorRT's own Python sources take them, and what it would launch is what kernels expect."""
+"""The plugins' registrations: TensorRT's own Python sources take them, and it would launch what kernels expect."""
 
 from __future__ import annotations
 
