@@ -1,4 +1,4 @@
-"""Plugin layers run as TensorRT would run them: its order of arguments, its launch parameters, for the sizes of the run.
+"""Plugin layers run as TensorRT would run them: its order of arguments, its launch parameters, for the run's sizes.
 
 In Triton's interpreter, or on the GPU, against the plain references.
 """
