@@ -31,3 +31,35 @@ def grouped_experts(
         y = F.linear(F.silu(gate) * up, down[local])
         out.index_add_(0, token, (y * weight[token, slot, None]).to(out.dtype))
     return out
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Fills out [T, D] with addend [T, D] plus the weighted sum over each token's experts here, as kernel.py does.
+
+    x [T, D]; choice [T, k] int32 expert ids, -1 for none; weight [T, k] float32; gate_up [E_r, 2 I, D] or
+    [E_r, 2, I, D] (gate first); down [E_r, D, I]. The sum is taken in float32 or wider in the order of choices, then
+    the addend is added, then it is rounded, once.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for j in range(choice.shape[1]):
+        for local in range(down.shape[0]):
+            token = torch.nonzero(choice[:, j] == first_expert + local).flatten()
+            if len(token) == 0:
+                continue
+            w = gate_up[local].reshape(-1, x.shape[1])
+            gate, up = F.linear(x[token], w).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, down[local])
+            total[token] += y.to(wide) * weight[token, j, None].to(wide)
+    if addend is not None:
+        total += addend.to(wide)
+    out.copy_(total)

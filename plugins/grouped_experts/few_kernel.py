@@ -1,0 +1,111 @@
+"""Triton: the gated experts for few tokens, where the time is that of reading each hit expert's weights once.
+
+Names as in product_kernel.py, except that rows of `hidden` are pairs too. No sort: programs find an expert's pairs
+among the few there are, while others stream weights.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from splash_plugins.grouped_experts.product_kernel import down_tile, gate_up_tile, store_rows
+
+
+@triton.jit
+def _find(choice, num_pairs, candidate, first_expert, num_experts, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr):
+    """(expert here as int64, its number of pairs, ordinal [PAIRS] of each of them, -1 for others' pairs).
+
+    candidate: an expert here, or with BY_PAIR a pair, which stands for its expert if none before it does.
+    """
+    pair = tl.arange(0, PAIRS)
+    local = tl.load(choice + pair, mask=pair < num_pairs, other=-1) - first_expert
+    if BY_PAIR:
+        expert = tl.load(choice + candidate) - first_expert
+    else:
+        expert = candidate
+    hit = (local == expert) & (pair < num_pairs)
+    count = tl.sum(hit.to(tl.int32), 0)
+    if BY_PAIR:
+        earlier = tl.sum((hit & (pair < candidate)).to(tl.int32), 0)
+        count = tl.where((earlier == 0) & (expert >= 0) & (expert < num_experts), count, 0)
+    ordinal = tl.where(hit, tl.cumsum(hit.to(tl.int32), 0) - 1, -1)
+    return expert.to(tl.int64), count, ordinal
+
+
+@triton.jit
+def _pairs_at(ordinal, row, PAIRS: tl.constexpr):
+    """The pair of each row, by its ordinal."""
+    found = ordinal[None, :] == row[:, None]
+    return tl.sum(tl.where(found, tl.arange(0, PAIRS)[None, :], 0), 1)
+
+
+@triton.jit
+def few_gate_up_kernel(
+    x, x_stride, gate_up, hidden, choice, num_pairs, first_expert, num_experts,
+    DEPTH: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """hidden [P, I] from x [T, D]; program (tile of columns, candidate)."""
+    expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w = gate_up + expert * (2 * INNER * DEPTH)
+    first = 0
+    while first < count:
+        row = first + tl.arange(0, BLOCK_M)
+        pair = _pairs_at(ordinal, row, PAIRS)
+        keep = row < count
+        token = (pair // TOP_K).to(tl.int64)
+        value = gate_up_tile(x, token, x_stride, keep, w, column, DEPTH, INNER, BLOCK_N, BLOCK_K, PRECISION)
+        store_rows(hidden, pair.to(tl.int64), keep, column, value, INNER, BLOCK_N)
+        first += BLOCK_M
+
+
+@triton.jit
+def few_down_kernel(
+    hidden, down, out, choice, num_pairs, first_expert, num_experts,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [P, D] from hidden [P, I]; program (tile of columns, candidate)."""
+    expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w = down + expert * (INNER * WIDTH)
+    first = 0
+    while first < count:
+        row = first + tl.arange(0, BLOCK_M)
+        pair = _pairs_at(ordinal, row, PAIRS).to(tl.int64)
+        keep = row < count
+        value = down_tile(hidden, pair, keep, w, column, INNER, WIDTH, BLOCK_N, BLOCK_K, PRECISION)
+        store_rows(out, pair, keep, column, value, WIDTH, BLOCK_N)
+        first += BLOCK_M
+
+
+@triton.jit
+def token_down_kernel(
+    hidden, down, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[t] = addend[t] + sum of weight * (hidden[pair] down); program (tile of columns, token).
+
+    Saves a launch, and reads an expert again for each of its tokens: for one or two tokens.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # The tensor cores want that many rows; the token's is the first.
+    keep = tl.arange(0, BLOCK_M) == 0
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for j in range(TOP_K):
+        pair = token * TOP_K + j
+        local = tl.load(choice + pair) - first_expert
+        if (local >= 0) & (local < num_experts):
+            w = down + local.to(tl.int64) * (INNER * WIDTH)
+            row = tl.zeros((BLOCK_M,), tl.int64) + pair
+            value = tl.sum(down_tile(hidden, row, keep, w, column, INNER, WIDTH, BLOCK_N, BLOCK_K, PRECISION), 0)
+            # Rounded as few_down_kernel's rows are, so that both give the same.
+            total += value.to(hidden.dtype.element_ty).to(tl.float32) * tl.load(weight + pair)
+    inside = column < WIDTH
+    if addend is not None:
+        total += tl.load(addend + token * addend_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)

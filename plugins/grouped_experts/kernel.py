@@ -1,0 +1,169 @@
+"""Launches the Triton kernels of the routed experts: few tokens (bound by reading weights) and many (by arithmetic).
+
+T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T * k pairs. Per hit expert 6 D I bytes of
+16-bit weights are read; per pair of an expert here 6 D I operations are done.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from triton.runtime import driver
+
+from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
+from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
+from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
+from splash_plugins.grouped_experts.tiles import MAX_PAIRS, Device, Plan, Tiles, choose
+
+COMBINE_BLOCK = 1024
+INTERPRETED = Device(processors=2, shared_bytes=227 * 1024)
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: Plan | None = None,
+) -> None:
+    """As plugins/grouped_experts/reference.py's sum_of_experts; fills out [T, D], which may be addend itself.
+
+    choice [T, k] int32 and weight [T, k] float32, gate_up and down are contiguous; rows of x, addend and out too. All
+    of one dtype: bfloat16, float16 or float32. plan: how, where the measured choice for these shapes is not wanted.
+    """
+    num_tokens, top_k = choice.shape
+    if num_tokens == 0:
+        return
+    num_experts, width, inner = down.shape
+    assert choice.is_contiguous() and weight.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+    device = limits(x.device)
+    part = max(1, MAX_PAIRS // top_k)
+    for begin in range(0, num_tokens, part):
+        rows = slice(begin, min(num_tokens, begin + part))
+        chosen = plan or choose(rows.stop - begin, top_k, num_experts, width, inner, x.element_size(), device)
+        tail = addend[rows] if addend is not None else None
+        run = _few if chosen.few else _many
+        run(chosen, x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows])
+
+
+@lru_cache(maxsize=64)
+def limits(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return INTERPRETED
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    properties = driver.active.utils.get_device_properties(index)
+    return Device(processors=properties["multiprocessor_count"], shared_bytes=properties["max_shared_mem"])
+
+
+def _blocks(tiles: Tiles, dtype: torch.dtype) -> dict[str, object]:
+    """What all product kernels are specialised by."""
+    return {
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "BLOCK_K": tiles.k,
+        "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _few(
+    plan: Plan,
+    x: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    num_pairs, top_k = choice.numel(), choice.shape[1]
+    num_experts, width, inner = down.shape
+    by_pair = num_pairs <= num_experts
+    candidates = num_pairs if by_pair else num_experts
+    found = {"PAIRS": max(16, triton.next_power_of_2(num_pairs)), "BY_PAIR": by_pair}
+    where = (choice, num_pairs, first_expert, num_experts)
+    hidden = x.new_empty((num_pairs, inner))
+    few_gate_up_kernel[(triton.cdiv(inner, plan.gate_up.n), candidates)](
+        x, x.stride(0), gate_up, hidden, *where,
+        DEPTH=width, INNER=inner, TOP_K=top_k, **found, **_blocks(plan.gate_up, x.dtype),
+    )  # fmt: skip
+    columns = triton.cdiv(width, plan.down.n)
+    sizes = {"INNER": inner, "WIDTH": width, **_blocks(plan.down, x.dtype)}
+    if plan.token_down:
+        token_down_kernel[(columns, len(x))](
+            hidden, down, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
+            TOP_K=top_k, **sizes,
+        )  # fmt: skip
+        return
+    y = x.new_empty((num_pairs, width))
+    few_down_kernel[(columns, candidates)](hidden, down, y, *where, **found, **sizes)
+    combine(y, choice, weight, first_expert, num_experts, addend, out)
+
+
+def _many(
+    plan: Plan,
+    x: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    num_pairs, top_k = choice.numel(), choice.shape[1]
+    num_experts, width, inner = down.shape
+    assert plan.gate_up.m == plan.down.m, "both products share one table of blocks"
+    order = sort_pairs(choice, num_experts, first_expert, plan.gate_up.m)
+    table = (order.pairs, order.blocks, order.num_blocks)
+    processors = limits(x.device).processors
+
+    def programs(tiles: Tiles, columns: int) -> tuple[int]:
+        most = max_blocks(num_pairs, num_experts, tiles.m) * triton.cdiv(columns, tiles.n)
+        return (min(most, processors * tiles.per_processor),)
+
+    hidden = x.new_empty((num_pairs, inner))
+    gate_up_kernel[programs(plan.gate_up, inner)](
+        x, x.stride(0), gate_up, hidden, *table,
+        DEPTH=width, INNER=inner, TOP_K=top_k, GROUP=plan.gate_up.group, **_blocks(plan.gate_up, x.dtype),
+    )  # fmt: skip
+    y = x.new_empty((num_pairs, width))
+    down_kernel[programs(plan.down, width)](
+        hidden, down, y, *table, INNER=inner, WIDTH=width, GROUP=plan.down.group, **_blocks(plan.down, x.dtype)
+    )
+    combine(y, choice, weight, first_expert, num_experts, addend, out)
+
+
+def combine(
+    y: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    first_expert: int,
+    num_experts: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+    row: torch.Tensor | None = None,
+) -> None:
+    """out [T, D] = addend [T, D] + sum over each token's experts here of weight * y [P, D].
+
+    row [P] int32: which row of y is a pair's; None: the pair itself.
+    """
+    num_tokens, top_k = choice.shape
+    width = y.shape[1]
+    block = min(COMBINE_BLOCK, triton.next_power_of_2(width))
+    combine_kernel[(num_tokens, triton.cdiv(width, block))](
+        y, row, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
+        WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256),
+    )  # fmt: skip
+
+
+def _row_stride(x: torch.Tensor | None) -> int:
+    return x.stride(0) if x is not None else 0

@@ -1,0 +1,159 @@
+"""Triton: the two products of gated experts over blocks of rows of one expert each, and the sum over a token's.
+
+T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T * k pairs (pair p is choice p % k of
+token p // k). Rows of `hidden` are in the sorted order of sort_kernel.py, rows of `out` are pairs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_weights(
+    w, column, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_N] of w [COLUMNS, DEPTH], transposed; columns past the end repeat the last."""
+    k = begin + tl.arange(0, BLOCK_K)
+    if COLUMNS % BLOCK_N != 0:
+        column = tl.minimum(column, COLUMNS - 1)
+    pointer = w + column[None, :] * DEPTH + k[:, None]
+    if DEPTH % BLOCK_K != 0:
+        b = tl.load(pointer, mask=(k < DEPTH)[:, None], other=0.0)
+    else:
+        b = tl.load(pointer)
+    return b
+
+
+@triton.jit
+def load_rows(x, row, x_stride, keep, begin, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of the given rows of x (int64), 0 where not kept."""
+    k = begin + tl.arange(0, BLOCK_K)
+    mask = keep[:, None]
+    if DEPTH % BLOCK_K != 0:
+        mask = mask & (k < DEPTH)[None, :]
+    return tl.load(x + row[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(out, row, keep, column, value, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The kept rows (int64) of out [*, COLUMNS], at these columns."""
+    mask = keep[:, None]
+    if COLUMNS % BLOCK_N != 0:
+        mask = mask & (column < COLUMNS)[None, :]
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_up_tile(
+    x, row, x_stride, keep, w, column, DEPTH: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """silu(x[row] gate) * (x[row] up), [rows, columns] float32; w [2 I, D] of one expert, gate first."""
+    gate = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
+    up = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
+    for begin in range(0, DEPTH, BLOCK_K):
+        a = load_rows(x, row, x_stride, keep, begin, DEPTH, BLOCK_K)
+        b = load_weights(w, column, begin, INNER, DEPTH, BLOCK_N, BLOCK_K)
+        c = load_weights(w + INNER * DEPTH, column, begin, INNER, DEPTH, BLOCK_N, BLOCK_K)
+        gate = tl.dot(a, b, gate, input_precision=PRECISION)
+        up = tl.dot(a, c, up, input_precision=PRECISION)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def down_tile(
+    hidden, row, keep, w, column, INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[rows, columns] float32: hidden[row] times w [D, I] of one expert."""
+    acc = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
+    for begin in range(0, INNER, BLOCK_K):
+        a = load_rows(hidden, row, INNER, keep, begin, INNER, BLOCK_K)
+        b = load_weights(w, column, begin, WIDTH, INNER, BLOCK_N, BLOCK_K)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _place(tile, blocks, num_blocks, num_columns, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """(expert int64, rows, which of them are the expert's, tile of columns) of a tile.
+
+    GROUP blocks share a tile of columns before the next one, so that L2 keeps both operands.
+    """
+    first = tile // (GROUP * num_columns) * GROUP
+    size = tl.minimum(num_blocks - first, GROUP)
+    within = tile - first * num_columns
+    entry = blocks + (first + within % size) * 4
+    row = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
+    return tl.load(entry).to(tl.int64), row, row < tl.load(entry + 2), within // size
+
+
+@triton.jit
+def gate_up_kernel(
+    x, x_stride, gate_up, hidden, pairs, blocks, num_blocks, DEPTH: tl.constexpr, INNER: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """hidden [P, I] from x [T, D]: programs take tiles in turn until the device's own number of them."""
+    count = tl.load(num_blocks)
+    columns: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0)
+    while tile < count * columns:
+        expert, row, keep, n = _place(tile, blocks, count, columns, BLOCK_M, GROUP)
+        token = tl.load(pairs + row, mask=keep, other=0) // TOP_K
+        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        w = gate_up + expert * (2 * INNER * DEPTH)
+        value = gate_up_tile(
+            x, token.to(tl.int64), x_stride, keep, w, column, DEPTH, INNER, BLOCK_N, BLOCK_K, PRECISION
+        )
+        store_rows(hidden, row.to(tl.int64), keep, column, value, INNER, BLOCK_N)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def down_kernel(
+    hidden, down, out, pairs, blocks, num_blocks, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [P, D] from hidden [P, I]."""
+    count = tl.load(num_blocks)
+    columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0)
+    while tile < count * columns:
+        expert, row, keep, n = _place(tile, blocks, count, columns, BLOCK_M, GROUP)
+        pair = tl.load(pairs + row, mask=keep, other=0).to(tl.int64)
+        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        w = down + expert * (INNER * WIDTH)
+        value = down_tile(hidden, row.to(tl.int64), keep, w, column, INNER, WIDTH, BLOCK_N, BLOCK_K, PRECISION)
+        store_rows(out, pair, keep, column, value, WIDTH, BLOCK_N)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def combine_kernel(
+    y, row, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[t] = addend[t] + sum over t's experts here of weight * y[pair], in float32 in the order of choices.
+
+    row [P]: which row of y is a pair's, None: the pair itself.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
+        local = tl.load(choice + pair) - first_expert
+        here = (local >= 0) & (local < num_experts)
+        source = pair
+        if row is not None:
+            source = tl.load(row + pair, mask=here, other=0).to(tl.int64)
+        # Rows of other ranks' pairs were never written: they may hold anything.
+        value = tl.load(y + source * WIDTH + column, mask=inside & here, other=0.0).to(tl.float32)
+        acc += value * tl.load(weight + pair)
+    if addend is not None:
+        acc += tl.load(addend + token * addend_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + column, acc.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,129 @@
+"""Triton: the (token, choice) pairs of this rank's experts, expert after expert, and the blocks of rows that they make.
+
+P = T * k pairs, E_r experts here. A counting sort: chunks of pairs are counted, then each chunk places its own pairs.
+The order within an expert is that of the pairs, so the same choices give the same order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+ONE_HOT = 8192  # (pair, expert) cells that a program compares at once
+MAX_CHUNK = 256  # pairs of one program; up to so many one program sorts alone, more take two launches
+BLOCK_FIELDS = 4  # expert, first row, end row, unused
+
+
+class SortedPairs(NamedTuple):
+    pairs: torch.Tensor
+    """[P] int32: pair ids, expert after expert; undefined past ends[-1]."""
+    ends: torch.Tensor
+    """[E_r] int32: where each expert's pairs end in `pairs`."""
+    blocks: torch.Tensor
+    """[max_blocks, 4] int32: (expert here, first row, end row) of each block of at most block_m rows of one expert."""
+    num_blocks: torch.Tensor
+    """[1] int32."""
+
+
+def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """The most blocks of block_m rows that num_pairs pairs over num_experts experts can make."""
+    return min(num_pairs, num_experts + num_pairs // block_m)
+
+
+@triton.jit
+def _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr):
+    """[pairs, EXPERTS] int32: 1 where the pair is the expert's."""
+    expert = tl.arange(0, EXPERTS)
+    local = tl.load(choice + pair, mask=pair < num_pairs, other=-1) - first_expert
+    # -1 is never local: first_expert is 0 or more.
+    return ((local[:, None] == expert[None, :]) & (expert < num_experts)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(
+    choice, counts, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """counts [chunks, EXPERTS]: each expert's pairs in each chunk."""
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    hits = _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.sum(hits, 0))
+
+
+@triton.jit
+def _write_blocks(start, total, blocks, num_blocks, first, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):  # fmt: skip # noqa: E501
+    """The table's rows first … first + BLOCKS - 1, of experts that begin at `start` and have `total` rows."""
+    expert = tl.arange(0, EXPERTS)
+    size = (total + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(size, 0)
+    count = tl.sum(size, 0)
+    block = first + tl.arange(0, BLOCKS)
+    owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
+    owned = owner[:, None] == expert[None, :]
+    row = block * BLOCK_M + tl.sum(tl.where(owned, (start - (end - size) * BLOCK_M)[None, :], 0), 1)
+    stop = tl.sum(tl.where(owned, (start + total)[None, :], 0), 1)
+    entry = blocks + block * 4
+    valid = block < count
+    tl.store(entry, owner, mask=valid)
+    tl.store(entry + 1, row, mask=valid)
+    tl.store(entry + 2, tl.minimum(row + BLOCK_M, stop), mask=valid)
+    tl.store(num_blocks, count, mask=first == 0)
+
+
+@triton.jit
+def place_kernel(
+    choice, counts, pairs, ends, blocks, num_blocks, num_pairs, first_expert, num_experts, num_chunks,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes this chunk's pairs at their places and its share of the table of blocks; counts None: the only chunk."""
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    hits = _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS)
+    if counts is None:
+        total = tl.sum(hits, 0)
+        before = tl.zeros((EXPERTS,), tl.int32)
+    else:
+        total = tl.zeros((EXPERTS,), tl.int32)
+        before = tl.zeros((EXPERTS,), tl.int32)
+        first = 0
+        while first < num_chunks:
+            row = first + tl.arange(0, ROWS)
+            cell = counts + row[:, None] * EXPERTS + expert[None, :]
+            count = tl.load(cell, mask=(row < num_chunks)[:, None], other=0)
+            total += tl.sum(count, 0)
+            before += tl.sum(tl.where((row < chunk)[:, None], count, 0), 0)
+            first += ROWS
+    start = tl.cumsum(total, 0) - total
+    place = tl.sum(hits * (tl.cumsum(hits, 0) - 1 + (start + before)[None, :]), 1)
+    tl.store(pairs + place, pair, mask=tl.sum(hits, 1) > 0)
+    tl.store(ends + expert, start + total, mask=(expert < num_experts) & (chunk == 0))
+    _write_blocks(start, total, blocks, num_blocks, chunk * BLOCKS, BLOCKS, BLOCK_M, EXPERTS)
+
+
+def sort_pairs(choice: torch.Tensor, num_experts: int, first_expert: int, block_m: int) -> SortedPairs:
+    """choice [T, k] int32, contiguous, at least one pair. One launch up to about 256 pairs, two beyond."""
+    num_pairs = choice.numel()
+    experts = triton.next_power_of_2(num_experts)
+    chunk = min(triton.next_power_of_2(num_pairs), MAX_CHUNK, max(16, ONE_HOT // experts))
+    chunks = triton.cdiv(num_pairs, chunk)
+    most = max_blocks(num_pairs, num_experts, block_m)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=choice.device)
+
+    out = SortedPairs(ints(num_pairs), ints(num_experts), ints(most, BLOCK_FIELDS), ints(1))
+    counts = ints(chunks, experts) if chunks > 1 else None
+    warps = 8 if chunk * experts >= ONE_HOT else 4
+    if counts is not None:
+        count_kernel[(chunks,)](
+            choice, counts, num_pairs, first_expert, num_experts, EXPERTS=experts, CHUNK=chunk, num_warps=warps
+        )
+    place_kernel[(chunks,)](
+        choice, counts, *out, num_pairs, first_expert, num_experts, chunks,
+        EXPERTS=experts, CHUNK=chunk, BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), BLOCK_M=block_m,
+        ROWS=max(1, 4096 // experts), num_warps=warps,
+    )  # fmt: skip
+    return out

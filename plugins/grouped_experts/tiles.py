@@ -1,0 +1,113 @@
+"""Which tiles the expert products run with, by how many rows an expert gets; the table was measured on an H200.
+
+T tokens, k choices a token, E_r experts here, D hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FEW_PAIRS = 256
+"""Up to so many (token, choice) pairs, programs find their rows themselves, which saves the launch that sorts."""
+TOKEN_DOWN = 2
+"""Up to so many tokens, the second product sums a token's experts itself, which saves the launch that combines."""
+MAX_PAIRS = 65536
+"""More pairs than this are done in parts, so that temporaries stay below 2 * 65,536 rows of max(D, I)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Of one product: block sizes, warps, software pipeline stages, and how programs share the tiles out."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int = 8
+    """Blocks of rows that are done on one tile of columns before the next one."""
+    per_processor: int = 1
+    """Programs that a multiprocessor runs at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one call is done. Both products have the same m where pairs are sorted."""
+
+    few: bool
+    token_down: bool
+    gate_up: Tiles
+    down: Tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a block of threads may use, and how many multiprocessors there are."""
+
+    processors: int
+    shared_bytes: int
+
+
+# Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. With experts cut over
+# two ranks, half of the pairs are here.
+TABLE = (
+    (
+        2,
+        Tiles(m=16, n=16, k=256, warps=4, stages=4, per_processor=3),
+        Tiles(m=16, n=16, k=256, warps=4, stages=4, per_processor=3),
+    ),
+    (
+        16,
+        Tiles(m=16, n=32, k=128, warps=4, stages=4, per_processor=2),
+        Tiles(m=16, n=64, k=128, warps=4, stages=4, per_processor=2),
+    ),
+    (
+        48,
+        Tiles(m=16, n=32, k=128, warps=4, stages=4, per_processor=2),
+        Tiles(m=16, n=64, k=128, warps=4, stages=4, per_processor=2),
+    ),
+    (
+        96,
+        Tiles(m=32, n=32, k=128, warps=4, stages=4, per_processor=2),
+        Tiles(m=32, n=64, k=128, warps=4, stages=4, per_processor=2),
+    ),
+    (
+        192,
+        Tiles(m=64, n=64, k=64, warps=4, stages=4, per_processor=2),
+        Tiles(m=64, n=128, k=64, warps=4, stages=4, per_processor=2),
+    ),
+    (
+        1 << 60,
+        Tiles(m=128, n=128, k=64, warps=8, stages=4),
+        Tiles(m=128, n=256, k=64, warps=8, stages=4),
+    ),
+)
+
+
+def fit(tiles: Tiles, operands: int, depth: int, width: int, itemsize: int, device: Device) -> Tiles:
+    """The tiles cut down to a [*, depth] by [operands * width, depth] product and to the device's shared memory."""
+    n, k = min(tiles.n, max(16, _power_of_2(width))), min(tiles.k, max(16, _power_of_2(depth)))
+    m, stages = tiles.m, tiles.stages
+    if itemsize == 4:
+        # float32 products run on the ordinary units: registers hold both operands.
+        m, n, k = min(m, 32), min(n, 32), min(k, 32)
+    while (room := device.shared_bytes // ((m + operands * n) * k * itemsize)) < 2 and k > 16:
+        k //= 2
+    return replace(tiles, m=m, n=n, k=k, stages=max(1, min(stages, room)))
+
+
+def choose(
+    num_tokens: int, top_k: int, num_experts: int, hidden: int, inner: int, itemsize: int, device: Device
+) -> Plan:
+    """The measured plan for [num_tokens, top_k] choices over num_experts experts here."""
+    pairs = num_tokens * top_k
+    gate_up, down = next(row[1:] for row in TABLE if pairs <= row[0] * num_experts)
+    gate_up = fit(gate_up, 2, hidden, inner, itemsize, device)
+    down = fit(down, 1, inner, hidden, itemsize, device)
+    few = pairs <= FEW_PAIRS
+    return Plan(few=few, token_down=num_tokens <= TOKEN_DOWN, gate_up=gate_up, down=down)
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,90 @@
+"""Router, routed experts, activation and embedding, as launched for glm-4.7-flash in bfloat16 on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from splash_plugins.embed.kernel import embed_kernel
+from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
+from splash_plugins.grouped_experts.gather_kernel import gather_kernel
+from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
+from splash_plugins.grouped_experts.sort_kernel import count_kernel, place_kernel
+from splash_plugins.grouped_experts.tiles import TABLE, Device, Tiles, fit
+from splash_plugins.router.kernel import choose_kernel, partial_kernel, route_kernel
+from splash_plugins.silu_mul.kernel import silu_mul_kernel
+from tests.kernels.aot import Kernel, Target
+
+HIDDEN, INNER, TOP_K, EXPERTS, LOCAL, TOKENS = 2048, 1536, 4, 64, 32, 16
+INT32 = ("choice", "counts", "pairs", "ends", "blocks", "num_blocks", "num_tokens", "place", "ids", "slot")
+FLOAT32 = ("weight", "bias", "partial")
+BFLOAT16 = ("x", "router", "gate_up", "down", "hidden", "out", "y", "addend", "table", "rows")
+OTHER = {"last_sampled": "*i64", "scale": "fp32"}
+
+
+def _kernel(function: Any, constexprs: dict[str, Any], num_warps: int, num_stages: int = 3, **types: str) -> Kernel:
+    known = {name: "*i32" for name in INT32} | {name: "*fp32" for name in FLOAT32}
+    known |= {name: "*bf16" for name in BFLOAT16} | OTHER | types
+    given = {name: known.get(name, "i32") for name in function.arg_names if name not in constexprs}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return Kernel(function, given, constexprs, options, tuple(n for n in given if n.endswith("_stride")))
+
+
+def _product(function: Any, tiles: Tiles, **more: Any) -> Kernel:
+    blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "PRECISION": "tf32"}
+    return _kernel(function, {**blocks, **more}, tiles.warps, tiles.stages)
+
+
+def _experts(target: Target) -> list[Kernel]:
+    device = Device(processors=100, shared_bytes=target.shared_bytes)
+    found = {"PAIRS": TOKENS * TOP_K, "BY_PAIR": False}
+    first = {"DEPTH": HIDDEN, "INNER": INNER, "TOP_K": TOP_K}
+    second = {"INNER": INNER, "WIDTH": HIDDEN}
+    kernels = []
+    for row, (_, gate_up, down) in enumerate(TABLE):
+        gate_up, down = fit(gate_up, 2, HIDDEN, INNER, 2, device), fit(down, 1, INNER, HIDDEN, 2, device)
+        if row == 0:
+            kernels.append(_product(token_down_kernel, down, TOP_K=TOP_K, **second))
+        if row < 2:
+            kernels.append(_product(few_gate_up_kernel, gate_up, **first, **found))
+            kernels.append(_product(few_down_kernel, down, **second, **found))
+        else:
+            kernels.append(_product(gate_up_kernel, gate_up, **first, GROUP=gate_up.group))
+            kernels.append(_product(down_kernel, down, **second, GROUP=down.group))
+    return kernels
+
+
+def _sort() -> list[Kernel]:
+    size = {"EXPERTS": LOCAL, "CHUNK": 256}
+    place = {**size, "BLOCKS": 8, "BLOCK_M": 128, "ROWS": 128}
+    return [
+        _kernel(count_kernel, size, 8),
+        _kernel(place_kernel, place, 8),
+        _kernel(place_kernel, {**place, "counts": None}, 8),
+    ]
+
+
+def _router(target: Target) -> list[Kernel]:
+    rules = {"TOP_K": TOP_K, "TOP_GROUPS": 1, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 4}
+    grouped = {"TOP_K": 8, "TOP_GROUPS": 4, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 8}
+    product = {"WIDTH": HIDDEN, "ROWS": 16, "BLOCK_K": 128, "PRECISION": "tf32"}
+    held = {"GROUPS": 1, "SIZE": EXPERTS}
+    stages = 4 if target.shared_bytes > 99 * 1024 else 2
+    return [
+        _kernel(route_kernel, {**product, **held, **rules}, 4, stages),
+        _kernel(partial_kernel, {**product, **held, "SLICE": 256}, 4, stages),
+        _kernel(choose_kernel, {"SLICES": 8, "ROWS": 4, "GROUPS": 8, "SIZE": 8, **grouped}, 2),
+    ]
+
+
+def kernels(target: Target) -> list[Kernel]:
+    row = {"TOP_K": TOP_K, "BLOCK": 1024}
+    return [
+        *_experts(target),
+        *_sort(),
+        *_router(target),
+        _kernel(combine_kernel, {"row": None, "WIDTH": HIDDEN, **row}, 4),
+        _kernel(combine_kernel, {"addend": None, "WIDTH": HIDDEN, **row}, 4, row="*i32"),
+        _kernel(gather_kernel, row, 4, num_rows="*i32"),
+        _kernel(silu_mul_kernel, {"BLOCK": 1024}, 4, num_rows="*i32"),
+        _kernel(embed_kernel, {"BLOCK": 1024}, 4),
+    ]

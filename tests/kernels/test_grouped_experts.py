@@ -1,0 +1,154 @@
+"""The routed experts' kernels give what the plain form gives, however the tokens are spread over the experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from splash_plugins.grouped_experts import reference
+from splash_plugins.grouped_experts.kernel import grouped_experts
+from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
+from splash_plugins.grouped_experts.tiles import Device, Plan, Tiles, choose
+
+pytestmark = pytest.mark.kernels
+
+SMALL = Tiles(m=16, n=16, k=16, warps=4, stages=2, group=2)
+PLANS = {
+    "measured": None,
+    "few": Plan(few=True, token_down=False, gate_up=SMALL, down=SMALL),
+    "many": Plan(few=False, token_down=False, gate_up=SMALL, down=SMALL),
+}
+
+
+BY_TOKEN = Plan(few=True, token_down=True, gate_up=SMALL, down=SMALL)
+
+
+def case(
+    device: str, num_tokens: int, top_k: int, num_experts: int, local: int, hidden: int = 24, inner: int = 16
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(num_tokens * 8 + top_k)
+    order = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k]
+    return {
+        "x": torch.randn(num_tokens, hidden, device=device),
+        "choice": order.to(torch.int32).contiguous().to(device),
+        "weight": torch.rand(num_tokens, top_k, device=device),
+        "gate_up": torch.randn(local, 2 * inner, hidden, device=device) / hidden**0.5,
+        "down": torch.randn(local, hidden, inner, device=device) / inner**0.5,
+    }
+
+
+def check(c: dict[str, torch.Tensor], first: int, addend: torch.Tensor | None, plan: Plan | None) -> torch.Tensor:
+    got = torch.full_like(c["x"], torch.nan)
+    want = torch.empty_like(c["x"])
+    grouped_experts(**c, first_expert=first, addend=addend, out=got, plan=plan)
+    reference.sum_of_experts(**c, first_expert=first, addend=addend, out=want)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    return got
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 65])
+def test_tokens(device: str, num_tokens: int, plan: str) -> None:
+    c = case(device, num_tokens, 4, 12, 6)
+    got = check(c, 4, torch.randn_like(c["x"]), PLANS[plan])
+    assert got.shape == (num_tokens, 24)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 6, 7, 8])
+def test_choices(device: str, top_k: int, plan: str) -> None:
+    check(case(device, 7, top_k, 8, 3), 5, None, PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_expert_here_leaves_the_addend(device: str, plan: str) -> None:
+    c = case(device, 5, 2, 8, 3)
+    addend = torch.randn_like(c["x"])
+    assert torch.equal(check(c, 8, addend, PLANS[plan]), addend)
+    assert torch.equal(check(c, 8, None, PLANS[plan]), torch.zeros_like(addend))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 3, 4])
+def test_products_that_sum_a_tokens_experts(device: str, num_tokens: int, top_k: int) -> None:
+    c = case(device, num_tokens, top_k, 6, 3, hidden=35, inner=17)
+    want = check(c, 2, torch.ones_like(c["x"]), PLANS["few"])
+    assert torch.equal(check(c, 2, torch.ones_like(c["x"]), BY_TOKEN), want)
+    c["choice"].fill_(-1)
+    assert torch.equal(check(c, 2, None, BY_TOKEN), torch.zeros_like(want))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_expert_gets_everything(device: str, plan: str) -> None:
+    c = case(device, 37, 1, 8, 8)
+    c["choice"].fill_(6)
+    check(c, 0, None, PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_padding_rows_get_the_addend_alone(device: str, plan: str) -> None:
+    c = case(device, 20, 4, 8, 4)
+    c["choice"][11:] = -1
+    c["weight"][11:] = 0
+    c["x"][11:] = torch.nan
+    addend = torch.randn_like(c["x"])
+    got = torch.empty_like(addend)
+    grouped_experts(**c, first_expert=0, addend=addend, out=got, plan=PLANS[plan])
+    assert torch.equal(got[11:], addend[11:])
+    c["x"][11:] = 0
+    check(c, 0, addend, PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_sizes_that_fill_no_tile(device: str, plan: str) -> None:
+    check(case(device, 9, 2, 5, 5, hidden=35, inner=17), 0, None, PLANS[plan])
+
+
+def test_the_addend_may_be_the_output(device: str) -> None:
+    c = case(device, 6, 2, 8, 4)
+    out = torch.randn_like(c["x"])
+    want = torch.empty_like(out)
+    reference.sum_of_experts(**c, first_expert=2, addend=out.clone(), out=want)
+    grouped_experts(**c, first_expert=2, addend=out, out=out)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_with_gate_and_up_apart(device: str) -> None:
+    c = case(device, 3, 2, 4, 4)
+    want = check(c, 0, None, None)
+    c["gate_up"] = c["gate_up"].view(4, 2, 16, 24)
+    assert torch.equal(check(c, 0, None, None), want)
+
+
+@pytest.mark.parametrize("chosen", [0, 5, 40, 300])
+@pytest.mark.parametrize("experts", [1, 5, 32])
+def test_sort(device: str, experts: int, chosen: int) -> None:
+    """Pairs come expert after expert in their order; blocks cover them all, each of one expert."""
+    torch.manual_seed(experts)
+    num_pairs, first = 2 * (chosen or 500), 3
+    choice = torch.randint(-1, experts + 2 * first, (num_pairs // 2, 2), dtype=torch.int32, device=device)
+    if chosen == 0:
+        choice.fill_(-1)
+    pairs, ends, blocks, num_blocks = sort_pairs(choice, experts, first, 16)
+    flat = choice.flatten() - first
+    want = [torch.nonzero(flat == e).flatten().tolist() for e in range(experts)]
+    bounds = [0, *ends.tolist()]
+    assert [pairs[b:e].tolist() for b, e in zip(bounds, bounds[1:], strict=False)] == want
+    table = blocks[: int(num_blocks)].tolist()
+    rows = [(e, r) for e, begin, end, _ in table for r in range(begin, end)]
+    assert rows == [(e, r) for e in range(experts) for r in range(bounds[e], bounds[e + 1])]
+    assert all(0 < end - begin <= 16 for _, begin, end, _ in table)
+    assert len(table) <= max_blocks(num_pairs, experts, 16)
+
+
+@pytest.mark.parametrize("shared_kib", [64, 99, 163, 227])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_plans_fit_the_device(shared_kib: int, itemsize: int) -> None:
+    device = Device(processors=100, shared_bytes=shared_kib * 1024)
+    for num_tokens in (1, 16, 64, 200, 1000, 5000, 16384):
+        plan = choose(num_tokens, 4, 32, 2048, 1536, itemsize, device)
+        assert plan.few or plan.gate_up.m == plan.down.m
+        for operands, tiles in ((2, plan.gate_up), (1, plan.down)):
+            used = (tiles.m + operands * tiles.n) * tiles.k * itemsize * tiles.stages
+            assert used <= device.shared_bytes
+            assert min(tiles.m, tiles.n, tiles.k) >= 16

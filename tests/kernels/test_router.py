@@ -1,0 +1,138 @@
+"""The router's kernel chooses what the plain one does: scores, bias, groups, ties, padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from splash_engines import ops
+from splash_plugins.router import reference
+from splash_plugins.router.kernel import route
+from splash_trt.models.config import Experts, GroupScore, Scoring
+
+pytestmark = pytest.mark.kernels
+
+
+def experts_of(num_experts: int, top_k: int, **changes: object) -> Experts:
+    fields: dict[str, object] = {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "intermediate_size": 16,
+        "shared_intermediate_size": 0,
+        "scoring": Scoring.SIGMOID,
+        "selection_bias": True,
+        "num_groups": 1,
+        "top_groups": 1,
+        "group_score": GroupScore.TOP2_SUM,
+        "normalize": True,
+        "scale": 1.8,
+    }
+    return Experts(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def routed(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, experts: Experts, real: int, slices: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's (choice, weight), held against the reference's."""
+    shape = (len(x), experts.top_k)
+    num_tokens = torch.tensor([real], dtype=torch.int32, device=x.device)
+    got = torch.full(shape, -7, dtype=torch.int32, device=x.device), torch.full(shape, torch.nan, device=x.device)
+    want = torch.empty_like(got[0]), torch.empty_like(got[1])
+    route(x, router, bias, experts, num_tokens, *got, slices=slices)
+    reference.route(x, router, bias, experts, num_tokens, *want)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+    return got
+
+
+FORMS = {
+    "glm": experts_of(64, 4),
+    "deepseek-v3": experts_of(64, 8, num_groups=8, top_groups=4, scale=2.5),
+    "deepseek-v2": experts_of(
+        40,
+        6,
+        num_groups=4,
+        top_groups=3,
+        group_score=GroupScore.MAX,
+        scoring=Scoring.SOFTMAX,
+        selection_bias=False,
+        normalize=False,
+        scale=16.0,
+    ),
+    "odd": experts_of(21, 3, num_groups=3, top_groups=2, scoring=Scoring.SOFTMAX),
+    "one": experts_of(6, 1, scoring=Scoring.SOFTMAX, selection_bias=False),
+    "tiny": experts_of(8, 8),
+}
+
+
+@pytest.mark.parametrize("slices", [1, 3, None])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 65])
+def test_route_agrees(device: str, form: str, num_tokens: int, slices: int | None) -> None:
+    experts = FORMS[form]
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 96, device=device)
+    router = torch.randn(experts.num_experts, 96, device=device) / 8
+    bias = torch.randn(experts.num_experts, device=device) / 4 if experts.selection_bias else None
+    choice, weight = routed(x, router, bias, experts, num_tokens, slices)
+    plain_choice, plain_weight = ops.route(x, router, bias, experts)
+    torch.testing.assert_close(choice.long(), plain_choice)
+    torch.testing.assert_close(weight, plain_weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_rows_of_padding_choose_nobody(device: str, slices: int) -> None:
+    experts = FORMS["glm"]
+    x = torch.randn(40, 96, device=device)
+    x[17:] = torch.nan  # whatever was there before
+    choice, weight = routed(
+        torch.where(x.isnan(), 0.0, x), torch.randn(64, 96, device=device), torch.zeros(64, device=device), experts, 17,
+        slices,
+    )  # fmt: skip
+    assert (choice[17:] == -1).all() and (weight[17:] == 0).all()
+    assert (choice[:17] >= 0).all()
+    num_tokens = torch.tensor([17], dtype=torch.int32, device=device)
+    route(x, torch.randn(64, 96, device=device), None, experts, num_tokens, choice, weight, slices=slices)
+    assert (choice[17:] == -1).all() and (weight[17:] == 0).all() and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("real", [0, 5])
+def test_more_padding_than_rows(device: str, real: int) -> None:
+    """num_tokens 0: all padding; more than there are rows: none."""
+    experts = FORMS["glm"]
+    choice, _ = routed(
+        torch.randn(5, 64, device=device), torch.randn(64, 64, device=device), None, experts, real * 2, None
+    )
+    assert (choice >= 0).all() == (real > 0)
+
+
+@pytest.mark.parametrize("form", ["glm", "deepseek-v3", "odd"])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_ties_go_to_the_lowest_ids(device: str, form: str, slices: int) -> None:
+    experts = FORMS[form]
+    x = torch.ones(3, 64, device=device)
+    router = torch.zeros(experts.num_experts, 64, device=device)
+    choice, _ = routed(x, router, torch.zeros(experts.num_experts, device=device), experts, 3, slices)
+    assert choice[0].tolist() == list(range(experts.top_k))
+    # Two levels: all of the second half are equal and better, and some values are negative with the bias.
+    bias = torch.full((experts.num_experts,), -2.0, device=device)
+    bias[experts.num_experts // 2 :] = -1.0
+    routed(x, router, bias, experts, 3, slices)
+
+
+def test_numbers_that_are_none_choose_experts_that_exist(device: str) -> None:
+    experts = FORMS["deepseek-v3"]
+    x = torch.full((2, 64), torch.nan, device=device)
+    choice = torch.full((2, 8), -7, dtype=torch.int32, device=device)
+    weight = torch.zeros(2, 8, device=device)
+    num_tokens = torch.tensor([2], dtype=torch.int32, device=device)
+    route(x, torch.randn(64, 64, device=device), None, experts, num_tokens, choice, weight)
+    assert ((choice >= 0) & (choice < 64)).all()
+    assert weight.isnan().all()
+
+
+def test_no_tokens(device: str) -> None:
+    experts = FORMS["glm"]
+    empty = torch.empty(0, 4, dtype=torch.int32, device=device), torch.empty(0, 4, device=device)
+    num_tokens = torch.zeros(1, dtype=torch.int32, device=device)
+    route(torch.empty(0, 64, device=device), torch.randn(64, 64, device=device), None, experts, num_tokens, *empty)
