@@ -11,22 +11,29 @@ from splash_trt.dist.control import Kind
 from splash_trt.dist.world import World
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import Plan, StepResult
-from splash_trt.runtime.runner import Runner
+from splash_trt.runtime.make_runner import AnyRunner, make_runner
 from splash_trt.weights.source import WeightSource
 
 
 class Worker:
     """One rank. Rank 0 calls `send` (the orchestrator does); the others call `follow`."""
 
-    def __init__(self, world: World, runner: Runner) -> None:
+    def __init__(self, world: World, runner: AnyRunner) -> None:
         self.world = world
         self.runner = runner
 
     def send(self, plan: Plan) -> Callable[[], StepResult]:
         """Rank 0: give a plan to all ranks and execute this rank's part. What it returns gives the result."""
         self.world.control.send(Kind.PLAN, plans.encode(plan))
-        result = self._execute(plan)
-        return lambda: result
+        take = self._launch(plan)
+
+        def result() -> StepResult:
+            self.world.watch.begin_step(plan.step)
+            found = take()
+            self.world.watch.end_step()
+            return found
+
+        return result
 
     def follow(self) -> object:
         """Other ranks: execute plans until rank 0 says something else. Returns the value it sent, None at the end."""
@@ -36,13 +43,13 @@ class Worker:
                 return None
             if message.kind is Kind.OBJECT:
                 return message.value
-            self._execute(plans.decode(message.payload))
+            self._launch(plans.decode(message.payload))
 
-    def _execute(self, plan: Plan) -> StepResult:
+    def _launch(self, plan: Plan) -> Callable[[], StepResult]:
         self.world.watch.begin_step(plan.step)
-        result = self.runner.run(plan)
+        take = self.runner.launch(plan)
         self.world.watch.end_step()
-        return result
+        return take
 
 
 def start_worker(
@@ -53,7 +60,7 @@ def start_worker(
     tokenizer: a folder with tokenizer.json, which requests with a grammar need.
     """
     try:
-        runner = Runner(model, config, world.collectives, world.watch, source, tokenizer)
+        runner = make_runner(world, model, config, source, tokenizer)
     except Exception as error:
         world.control.agree(f"{type(error).__name__}: {error}")
         raise

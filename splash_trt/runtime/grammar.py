@@ -138,3 +138,13 @@ def _source(grammar: Grammar) -> str:
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"grammar: this {grammar.kind.value} is not JSON: {error}") from None
+
+
+def compiler_of(tokenizer: Path | None, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler | str:
+    """Made at the start, since reading a large vocabulary takes a second that no step has; or why there is none."""
+    if tokenizer is None:
+        return "grammar: this deployment has no tokenizer.json, whose vocabulary a grammar needs"
+    try:
+        return GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+    except ValueError as error:
+        return str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from splash_trt.request import Grammar
 from splash_trt.runtime.absorbed import ABSORBED, AbsorbedAttention
 from splash_trt.runtime.controls import Controls
 from splash_trt.runtime.expanded import ExpandedAttention
-from splash_trt.runtime.grammar import GrammarCompiler
+from splash_trt.runtime.grammar import compiler_of
 from splash_trt.runtime.inputs import InputBuilder, StepInputs
 from splash_trt.runtime.penalties import Share
 from splash_trt.runtime.sampler import RowParams, Sampler
@@ -83,7 +84,7 @@ class Runner:
         self._ended = time.monotonic()
         first, end = partition(model.vocab_size, collectives.size)[rank]
         self._sampler = Sampler(collectives, first, model.vocab_size)
-        self._compiler = _compiler(model, tokenizer)
+        self._compiler = compiler_of(tokenizer, model.vocab_size, model.eos_token_ids)
         share = Share(first, end - first)
         self._controls = Controls(share, config.max_running, model.eos_token_ids, self._compiler)
 
@@ -92,6 +93,14 @@ class Runner:
         if isinstance(self._compiler, str):
             raise ValueError(self._compiler)
         self._compiler.check(grammar)
+
+    def launch(self, plan: Plan) -> Callable[[], StepResult]:
+        """`run`, as a rank whose device works on its own has it: what it returns gives the result."""
+        result = self.run(plan)
+        return lambda: result
+
+    def close(self) -> None:
+        """Nothing outlives a step here."""
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -186,12 +195,3 @@ class Runner:
             errors=adjustment.errors if adjustment is not None else {},
         )
 
-
-def _compiler(model: ModelConfig, tokenizer: Path | None) -> GrammarCompiler | str:
-    """Made at the start, since reading a large vocabulary takes a second that no step has; or why there is none."""
-    if tokenizer is None:
-        return "grammar: this deployment has no tokenizer.json, whose vocabulary a grammar needs"
-    try:
-        return GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
-    except ValueError as error:
-        return str(error)

@@ -54,17 +54,16 @@ def _attention(model: ModelConfig, prefix: str) -> list[TensorSpec]:
     heads, hidden = model.num_heads, model.hidden_size
     q_in = model.q_lora_rank or hidden
     specs = [TensorSpec(name=prefix + "attn_norm", shape=(hidden,))]
+    kv_a = TensorSpec(name=prefix + "kv_a", shape=(model.row_width, hidden), product=True)
     if model.q_lora_rank:
-        specs += [
-            TensorSpec(name=prefix + "q_a", shape=(model.q_lora_rank, hidden), product=True),
-            TensorSpec(name=prefix + "q_a_norm", shape=(model.q_lora_rank,)),
-        ]
+        # One right after the other: both read the same input, and together they are one product.
+        specs += [TensorSpec(name=prefix + "q_a", shape=(model.q_lora_rank, hidden), product=True), kv_a]
+        specs.append(TensorSpec(name=prefix + "q_a_norm", shape=(model.q_lora_rank,)))
         if model.attention_bias:
             specs.append(TensorSpec(name=prefix + "q_a_bias", shape=(model.q_lora_rank,)))
-    specs += [
-        TensorSpec(name=prefix + "kv_a", shape=(model.row_width, hidden), product=True),
-        TensorSpec(name=prefix + "kv_a_norm", shape=(model.kv_lora_rank,)),
-    ]
+    else:
+        specs.append(kv_a)
+    specs.append(TensorSpec(name=prefix + "kv_a_norm", shape=(model.kv_lora_rank,)))
     for name, shape in (
         ("q_b", (heads, model.qk_head_dim, q_in)),
         ("w_uk", (heads, model.qk_nope_head_dim, model.kv_lora_rank)),

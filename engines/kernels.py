@@ -1,0 +1,29 @@
+"""The operations that a step's program is made of, as one table: plain torch in kernels_reference.py, a
+GPU's kernels in kernels_cuda.py. A program calls what the table holds and knows nothing of who is behind it.
+
+Signatures and shapes are those of the references in plugins/<name>/reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """By operation. All but `silu_mul` fill tensors that they are given."""
+
+    embed: Callable[..., None]
+    add_norm: Callable[..., None]
+    latent_rows: Callable[..., None]
+    rope_q: Callable[..., None]
+    append: Callable[..., None]
+    decode: Callable[..., None]
+    gather: Callable[..., None]
+    prefill: Callable[..., None]
+    route: Callable[..., None]
+    grouped_experts: Callable[..., None]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]

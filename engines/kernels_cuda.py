@@ -1,0 +1,30 @@
+"""The table of a GPU: Triton kernels, which exist for float32 and narrower."""
+
+from __future__ import annotations
+
+from splash_engines.kernels import Kernels
+from splash_plugins.cache_append.kernel import append_rows
+from splash_plugins.embed.kernel import embed
+from splash_plugins.grouped_experts.kernel import grouped_experts
+from splash_plugins.latent_rows.kernel import latent_rows
+from splash_plugins.mla_attention.decode_kernel import decode
+from splash_plugins.mla_attention.gather_kernel import gather_rows
+from splash_plugins.mla_attention.prefill_kernel import prefill
+from splash_plugins.norm.kernel import add_norm
+from splash_plugins.rope_q.kernel import rope_q
+from splash_plugins.router.kernel import route
+from splash_plugins.silu_mul.kernel import silu_mul
+
+CUDA = Kernels(
+    embed=embed,
+    add_norm=add_norm,
+    latent_rows=latent_rows,
+    rope_q=rope_q,
+    append=append_rows,
+    decode=decode,
+    gather=gather_rows,
+    prefill=prefill,
+    route=route,
+    grouped_experts=grouped_experts,
+    silu_mul=silu_mul,
+)

@@ -1,0 +1,29 @@
+"""The table of plain torch, in any dtype and on any device: the truth that every kernel is held against."""
+
+from __future__ import annotations
+
+from splash_engines.kernels import Kernels
+from splash_plugins.cache_append.reference import append_rows, gather_rows
+from splash_plugins.embed.reference import embed
+from splash_plugins.grouped_experts.reference import sum_of_experts
+from splash_plugins.latent_rows.reference import latent_rows
+from splash_plugins.mla_attention.decode_reference import decode
+from splash_plugins.mla_attention.prefill_reference import prefill
+from splash_plugins.norm.reference import add_norm
+from splash_plugins.rope_q.reference import rope_q
+from splash_plugins.router.reference import route
+from splash_plugins.silu_mul.reference import silu_mul
+
+REFERENCE = Kernels(
+    embed=embed,
+    add_norm=add_norm,
+    latent_rows=latent_rows,
+    rope_q=rope_q,
+    append=append_rows,
+    decode=decode,
+    gather=gather_rows,
+    prefill=prefill,
+    route=route,
+    grouped_experts=sum_of_experts,
+    silu_mul=silu_mul,
+)

@@ -1,0 +1,48 @@
+"""What a rank remembers between plans, per slot, on the host: every rank's block tables, and sampling parameters.
+
+Every rank's and not only its own, since a rank reads context rows of the others' pages where it can (context_rounds.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from splash_trt.plan import NO_PAGE, SAMPLING_DTYPE, Plan
+
+
+class BlockTables:
+    """Rows are slots. Only plans change them."""
+
+    def __init__(self, rank: int, num_ranks: int, max_slots: int, max_pages: int) -> None:
+        self._rank = rank
+        self.all_pages = np.full((num_ranks, max_slots, max_pages), NO_PAGE, np.int32)
+        """[N, slots, pages]: each rank's page id of each page of the slot's request."""
+        self._all_targets = np.full_like(self.all_pages, NO_PAGE)
+        self._epoch = 0
+        self._attempt = 0
+        self.sampling = np.zeros(max_slots, SAMPLING_DTYPE)
+
+    @property
+    def pages(self) -> np.ndarray:
+        """[slots, pages] of this rank."""
+        return self.all_pages[self._rank]
+
+    @property
+    def target_pages(self) -> np.ndarray:
+        """[slots, pages] of this rank, for where the cache will be after the switch under way."""
+        return self._all_targets[self._rank]
+
+    def apply(self, plan: Plan) -> bool:
+        """Take over the changes that a plan carries, before its rows are read. True: it begins a new epoch."""
+        begins = plan.epoch != self._epoch
+        if begins:
+            self.all_pages, self._all_targets = self._all_targets, self.all_pages
+        if begins or plan.attempt != self._attempt:
+            self._all_targets.fill(NO_PAGE)
+        self._epoch, self._attempt = plan.epoch, plan.attempt
+        opened = plan.sampling["slot"]
+        self.sampling[opened] = plan.sampling
+        self.all_pages[:, opened] = self._all_targets[:, opened] = NO_PAGE
+        for pages, changes in ((self.all_pages, plan.tables), (self._all_targets, plan.target_tables)):
+            pages[changes[:, 0], changes[:, 1], changes[:, 2]] = changes[:, 3]
+        return begins

@@ -1,0 +1,252 @@
+"""One rank's execution of plans on a device: a plan is launched, and its result is taken when it is due.
+
+Between the two the host goes on: the next plan is prepared while this one runs, and the ids that a step samples stay on
+the device on their way to the next. Everything is enqueued on one stream, in the order of the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from splash_engines.kernels import Kernels
+from splash_trt.cache.placement import num_pages
+from splash_trt.cache.storage import PageStorage
+from splash_trt.config import EngineConfig
+from splash_trt.dist.board import Watch
+from splash_trt.dist.collectives import Collectives
+from splash_trt.layout.spec import SPECS, Residency
+from splash_trt.memory.arena import DTYPES, Arena
+from splash_trt.migration.mover import Mover
+from splash_trt.models.config import ModelConfig
+from splash_trt.plan import SAMPLE, Plan, RankStatus, StepResult
+from splash_trt.request import Grammar
+from splash_trt.runtime.block_tables import BlockTables
+from splash_trt.runtime.controls import Controls
+from splash_trt.runtime.device_clock import Clock
+from splash_trt.runtime.fast_sampler import FastSampler, ShardSample
+from splash_trt.runtime.grammar import compiler_of
+from splash_trt.runtime.graphs import Forward, Forwarded, buckets_up_to, is_plain
+from splash_trt.runtime.peers import Peers
+from splash_trt.runtime.penalties import Share
+from splash_trt.runtime.program import Program, RankState
+from splash_trt.runtime.sampler import RowParams, Sampled, Sampler
+from splash_trt.runtime.step_arrays import ArrayBuilder
+from splash_trt.runtime.upload import Tiles, Uploader
+from splash_trt.weights.shards import align
+from splash_trt.weights.source import WeightSource
+from splash_trt.weights.spec import partition
+from splash_trt.weights.store import WeightStore
+
+MAX_GRAPHED = 1024
+"""Hidden states of a rank up to which decoding is captured; above, launching costs less than the kernels take."""
+
+
+class DeviceRunner:
+    """Holds a rank's arena, weights, cache pages and tables; `launch` is called with every plan, on every rank."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        collectives: Collectives,
+        watch: Watch,
+        source: WeightSource,
+        tokenizer: Path | None,
+        *,
+        arena: Arena,
+        kernels: Kernels,
+        sample: ShardSample,
+        peers: Peers,
+        tiles: Tiles,
+        clock: Clock,
+        capture: bool,
+    ) -> None:
+        rank, dtype = collectives.rank, DTYPES[config.dtype]
+        self._watch = watch
+        self._peers = peers
+        self._clock = clock
+        self.weights = WeightStore(arena, model, rank, collectives.size, config.dtype)
+        self.weights.load_own(source)
+        if SPECS[config.layout].residency is Residency.FULL:
+            self.weights.load_others(source)
+        self.storage = PageStorage(arena, model, config.page_tokens, dtype)
+        self._device = self.storage.pages.device
+        slots, pages = config.max_running, num_pages(config.context_of(model.max_positions), config.page_tokens)
+        self._tables = BlockTables(rank, collectives.size, slots, pages)
+        self._state = _rank_state(model, config, arena, self.weights, self.storage, slots, pages)
+        self._target_tables = torch.zeros_like(self._state.tables)
+        first, end = partition(model.vocab_size, collectives.size)[rank]
+        builder = ArrayBuilder(config, rank, self._tables)
+        self._upload = Uploader(self._device, tiles, _fixed_bytes(config))
+        programs = {
+            layout: Program(model, config, layout, kernels, peers, self._state, watch)
+            for layout in config.allowed_layouts
+        }
+        self._forward = Forward(
+            programs,
+            builder,
+            self._upload,
+            FastSampler(peers, first, model.vocab_size, sample),
+            self._state.last_sampled,
+            buckets_up_to(min(config.max_running, MAX_GRAPHED)) if capture else [],
+        )
+        self._mover = Mover(self.storage, self.weights, collectives)
+        self._sampler = Sampler(collectives, first, model.vocab_size)
+        self._compiler = compiler_of(tokenizer, model.vocab_size, model.eos_token_ids)
+        self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """ValueError if it does not compile, or this deployment can follow none."""
+        if isinstance(self._compiler, str):
+            raise ValueError(self._compiler)
+        self._compiler.check(grammar)
+
+    def warm_up(self) -> None:
+        """Compiles and captures what decoding needs; on all ranks together."""
+        with torch.inference_mode():
+            self._forward.warm_up()
+
+    def close(self) -> None:
+        self._forward.close()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Callable[[], StepResult]:
+        """One step, enqueued. What a switch moves travels before and after the model. Call what it returns for the
+        result: it waits for the device."""
+        self._clock.begin()
+        new_epoch = self._take_over(plan)
+        errors = [self._mover.before(plan)]
+        found = self._compute(plan) if plan.num_tokens else {}
+        errors.append(self._mover.after(plan))
+        if plan.attempt or new_epoch:
+            found["statuses"] = self._statuses("; ".join(filter(None, errors)))
+        faults = found.pop("errors", {})
+        return _Handle(plan, {name: _to_host(x) for name, x in found.items()}, faults, self._clock.end())
+
+    def _take_over(self, plan: Plan) -> bool:
+        """What the plan says of tables, controls and weights. True: it begins a new epoch."""
+        new_epoch = self._tables.apply(plan)
+        self._controls.apply(plan)
+        if new_epoch:
+            self.weights.residency = SPECS[plan.layout].residency
+            # Not swapped: graphs know the address of the first.
+            self._state.tables.copy_(self._target_tables)
+        for tables, changes in ((self._state.tables, plan.tables), (self._target_tables, plan.target_tables)):
+            mine = changes[changes[:, 0] == self._peers.rank]
+            if len(mine):
+                index, page = self._upload.plain(
+                    mine[:, 1].astype(np.int64) * tables.shape[1] + mine[:, 2], np.ascontiguousarray(mine[:, 3])
+                )
+                tables.view(-1).index_copy_(0, index, page)
+        return new_epoch
+
+    def _compute(self, plan: Plan) -> dict[str, torch.Tensor]:
+        row = plan.want_row
+        slot = plan.slot[row]
+        position = plan.position[plan.want_index] + 1
+        adjustment = self._controls.adjustment(slot, position, plan.want_target)
+        plain = adjustment is None and is_plain(self._tables.sampling[slot], plan.want_target, SAMPLE)
+        forwarded = self._forward(plan, plain)
+        count = len(plan.want_index)
+        if forwarded.tokens is not None:
+            return {"token": forwarded.tokens[:count]}
+        found = self._sample(plan, forwarded, slot, position, adjustment)
+        out = {
+            "token": found.tokens,
+            "logprob": found.logprob,
+            "top_token": found.top_token,
+            "top_logprob": found.top_logprob,
+        }
+        return out if adjustment is None else {**out, "errors": adjustment.errors}
+
+    def _sample(
+        self, plan: Plan, forwarded: Forwarded, slot: np.ndarray, position: np.ndarray, adjustment: object
+    ) -> Sampled:
+        params = RowParams.build(self._tables.sampling[slot], position, plan.want_target, self._device)
+        logits = forwarded.logits[: len(slot)]
+        found = self._sampler(logits.to(torch.promote_types(logits.dtype, torch.float32)), params, adjustment)
+        chosen = np.flatnonzero(plan.want_target == SAMPLE)
+        slots, index = self._upload.plain(slot[chosen].astype(np.int64), chosen.astype(np.int64))
+        self._state.last_sampled.index_copy_(0, slots, found.tokens[index])
+        if adjustment is not None:
+            self._controls.remember(slot[chosen], found.tokens[index])
+        return found
+
+    def _statuses(self, error: str) -> torch.Tensor:
+        """[N, 1, numbers] float64: every rank's gap before this step in seconds, and its error's text as bytes."""
+        text = error.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
+        (packed,) = self._upload.plain(np.frombuffer(text, np.float64))
+        return self._peers.gather_small(torch.cat([self._clock.gap(), packed])[None])
+
+
+_STATUS_BYTES = 256
+
+
+class _Handle:
+    """Waits for a launched step and makes its result."""
+
+    def __init__(
+        self, plan: Plan, found: dict[str, torch.Tensor], errors: dict[int, str], seconds: Callable[[], float]
+    ) -> None:
+        self._plan = plan
+        self._found = found
+        self._errors = errors
+        self._seconds = seconds
+
+    def __call__(self) -> StepResult:
+        seconds = self._seconds()  # waits
+        found = {name: x.numpy() for name, x in self._found.items()}
+        count = len(self._plan.want_index) if self._plan.num_tokens else 0
+        none = np.zeros((count, 0))
+        return StepResult(
+            step=self._plan.step,
+            token=found.get("token", np.zeros(0, np.int64)),
+            logprob=found.get("logprob", np.full(count, np.nan)),
+            top_token=found.get("top_token", none.astype(np.int64)),
+            top_logprob=found.get("top_logprob", none),
+            errors=self._errors,
+            seconds=seconds,
+            statuses=tuple(
+                RankStatus(row[0, 1:].tobytes().rstrip(b"\0").decode(errors="replace"), float(row[0, 0]))
+                for row in found.get("statuses", ())
+            ),
+        )
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy that is there when the step has ended."""
+    if x.device.type == "cpu":
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
+def _rank_state(
+    model: ModelConfig,
+    config: EngineConfig,
+    arena: Arena,
+    weights: WeightStore,
+    storage: PageStorage,
+    slots: int,
+    pages: int,
+) -> RankState:
+    block, dtype = config.context_block_tokens, storage.pages.dtype
+    context = arena.view(0, (block, model.row_width), dtype)
+    expanded = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+    return RankState(
+        weights=weights,
+        storage=storage,
+        tables=torch.zeros((slots, pages), dtype=torch.int32, device=context.device),
+        last_sampled=torch.zeros(slots + 1, dtype=torch.int64, device=context.device),
+        context=context,
+        expanded=arena.view(align(context.nbytes), (expanded,), dtype),
+    )
+
+
+def _fixed_bytes(config: EngineConfig) -> int:
+    """Of the arrays of the largest captured step: some 25 numbers for each of its rows, on all ranks."""
+    return 256 * min(config.max_running, MAX_GRAPHED) * config.num_ranks + (1 << 16)

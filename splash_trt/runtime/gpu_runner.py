@@ -1,0 +1,72 @@
+"""Puts a GPU rank's runner together: memory that the other ranks map, the kernels, and how ranks meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from splash_engines.kernels_cuda import CUDA
+from splash_engines.kernels_reference import REFERENCE
+from splash_plugins.clock.kernel import stamp
+from splash_plugins.mla_attention.prefill_kernel import tiles_of
+from splash_plugins.shard_sample import kernel as sample_kernel
+from splash_plugins.shard_sample import reference as sample_reference
+from splash_trt.config import EngineConfig
+from splash_trt.dist.world import World
+from splash_trt.memory.arena import Arena
+from splash_trt.memory.device_memory import DeviceMemory
+from splash_trt.memory.map import memory_map
+from splash_trt.models.config import ModelConfig
+from splash_trt.runtime.device_clock import CudaClock
+from splash_trt.runtime.device_runner import MAX_GRAPHED, DeviceRunner
+from splash_trt.runtime.peers import CollectivePeers, Peers
+from splash_trt.runtime.mailbox import half_bytes
+from splash_trt.runtime.peers_cuda import connect, reachable
+from splash_trt.weights.source import WeightSource
+
+
+def gpu_runner(
+    world: World, model: ModelConfig, config: EngineConfig, source: WeightSource, tokenizer: Path | None
+) -> DeviceRunner:
+    """Collective over the ranks. Graphs are captured where all operations are kernels: not in float64, for which there
+    are none, and not with ranks on several hosts, which meet through NCCL."""
+    maps = [memory_map(model, config, rank) for rank in range(world.size)]
+    memory = DeviceMemory(maps[world.rank].memory_bytes, world.device)
+    near = reachable(MPI.COMM_WORLD, world.device)
+    peers: Peers = CollectivePeers(world.collectives, world.device)
+    if near:
+        half = half_bytes(model, config.itemsize, _most_stacked(config), _most_absorbed(config))
+        offsets = [sizes.pages_offset for sizes in maps]
+        peers, mailbox = connect(MPI.COMM_WORLD, world.device, half, memory, offsets, config.step_deadline_s)
+    exact = config.dtype == "float64"
+    runner = DeviceRunner(
+        model,
+        config,
+        world.collectives,
+        world.watch,
+        source,
+        tokenizer,
+        arena=Arena(maps[world.rank], memory.bytes),
+        kernels=REFERENCE if exact else CUDA,
+        sample=sample_reference if exact else sample_kernel,
+        peers=peers,
+        tiles=tiles_of,
+        clock=CudaClock(stamp, world.device),
+        capture=near and not exact,
+    )
+    runner.warm_up()
+    torch.cuda.synchronize()
+    return runner
+
+
+def _most_stacked(config: EngineConfig) -> int:
+    return max(config.max_batch_tokens, config.num_ranks * min(config.max_running, MAX_GRAPHED))
+
+
+def _most_absorbed(config: EngineConfig) -> int:
+    """Rows of a step that attend absorbed."""
+    chunk = max(config.most_absorbed(layout) for layout in config.allowed_layouts)
+    graphed = config.num_ranks * min(config.max_running, MAX_GRAPHED)
+    return max(graphed, min(config.max_batch_tokens, config.max_running * chunk))

@@ -1,0 +1,75 @@
+"""Brings a step's arrays to the device: one copy a step, from memory that the copy engine reads while the host goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from splash_trt.runtime.program import DeviceRound, DeviceStep
+from splash_trt.runtime.step_arrays import StepArrays
+
+_ALIGNMENT = 16
+_ROUND_FIELDS = ("holder", "page", "offset", "segments")
+Tiles = Callable[[np.ndarray], np.ndarray]
+"""From a round's segments [S, 5] to the tiles of queries that the prefill kernel works through, [n, 2] int32."""
+
+
+class Uploader:
+    """fixed_bytes: of the memory at a fixed address, for steps that a captured graph reads."""
+
+    def __init__(self, device: torch.device, tiles: Tiles, fixed_bytes: int) -> None:
+        self._device = device
+        self._tiles = tiles
+        self._fixed = torch.zeros(fixed_bytes, dtype=torch.uint8, device=device)
+
+    def __call__(self, step: StepArrays, *, fixed: bool) -> DeviceStep:
+        """fixed: the arrays come to lie where those of the last step of the same shape did."""
+        arrays = dict(step.arrays)
+        for index, part in enumerate(step.rounds):
+            arrays |= {f"{name}.{index}": getattr(part, name) for name in _ROUND_FIELDS}
+            arrays[f"tiles.{index}"] = self._tiles(part.segments)
+        found = self._copy(arrays, fixed)
+        rounds = tuple(
+            DeviceRound(
+                num_rows=part.num_rows,
+                tiles=found[f"tiles.{index}"],
+                **{name: found[f"{name}.{index}"] for name in _ROUND_FIELDS},
+            )
+            for index, part in enumerate(step.rounds)
+        )
+        return DeviceStep(
+            shape=step.shape,
+            arrays={name: found[name] for name in step.arrays},
+            counts=step.counts,
+            absorbed_counts=step.absorbed_counts,
+            rounds=rounds,
+        )
+
+    def plain(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Some arrays on the device."""
+        found = self._copy({str(index): array for index, array in enumerate(arrays)}, fixed=False)
+        return list(found.values())
+
+    def _copy(self, arrays: dict[str, np.ndarray], fixed: bool) -> dict[str, torch.Tensor]:
+        places, used = {}, 0
+        for name, array in arrays.items():
+            places[name] = used
+            used = -(-(used + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        # The allocator of pinned memory keeps what a copy still reads.
+        host = torch.empty(used, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        view = host.numpy()
+        for name, array in arrays.items():
+            view[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if fixed:
+            target = self._fixed[:used]
+            target.copy_(host, non_blocking=True)
+        else:
+            target = host.to(self._device, non_blocking=True)
+        return {
+            name: target[places[name] : places[name] + array.nbytes]
+            .view(torch.from_numpy(array[:0].copy()).dtype)
+            .view(array.shape)
+            for name, array in arrays.items()
+        }
