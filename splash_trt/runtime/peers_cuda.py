@@ -1,9 +1,8 @@
 """`Peers` over memory mapped into every rank of a host: one kernel an operation, which meets the other ranks and reads
 what they have to give where it lies. NCCL is not involved, and neither is NVLink's multicast.
 
-Each rank has a mailbox: flags (plugins/peer_rows/kernel.py says how ranks meet), and two halves.
-
-    [ flags | half 0 | half 1 ]
+Each rank has a mailbox (mailbox.py) with flags (plugins/peer_rows/kernel.py says how ranks meet), slots for sums of few
+rows, which are pushed there instead of read (push_kernel.py says why and how), and two halves.
 
 `buffer` gives memory of the current half, one piece after another; every operation meets the others once, then reads
 the current half of all mailboxes, and makes the other half the current one. Why two halves and one meeting an operation
@@ -25,48 +24,69 @@ Kernels are compiled at their first launch, in which the others wait. Grids depe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
+import triton.language as tl
 
-from splash_plugins.peer_rows import kernel
+from splash_plugins.peer_rows import kernel, push_kernel
+from splash_trt.dist.handles import on_one_host, share
 from splash_trt.dist.rank_sum import even_split
-from splash_trt.models.config import ModelConfig
+from splash_trt.memory.device_memory import DeviceMemory
+from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox, Mapped, half_bytes, mailbox_bytes
 
-ALIGNMENT = 256
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CudaPeers", "Mapped", "connect", "half_bytes", "mailbox_bytes", "reachable"]
+
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
+_INTEGERS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -> int:
-    """What one half of a mailbox has to hold. stacked: most rows of a step over all ranks, padding included; absorbed:
-    most rows among them that attend absorbed."""
-    heads, width, latent = model.num_heads, model.row_width, model.kv_lora_rank
-    wide = max(itemsize, 4)
-    queries = absorbed * (heads + 1) * width * itemsize
-    parts = absorbed * heads * (latent * itemsize + wide)
-    return max(stacked * model.hidden_size * itemsize, queries, parts, stacked * 256) + 2 * ALIGNMENT
+def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
+    """Whether the ranks of comm, each with its `device`, can use CudaPeers. Collective; the same answer on all."""
+    if not on_one_host(comm):
+        return False
+    devices = np.zeros(comm.Get_size(), np.int64)
+    comm.Allgather(np.array([device.index], np.int64), devices)
+    others = [int(index) for index in devices if index != device.index]
+    # Ranks that share a GPU would wait for each other's kernels, which may never run side by side.
+    alone = len(others) == len(devices) - 1
+    mine = alone and all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    answers = np.zeros(comm.Get_size(), np.bool_)
+    comm.Allgather(np.array([mine], np.bool_), answers)
+    return bool(answers.all()) and comm.Get_size() <= kernel.MAX_RANKS
 
 
-def mailbox_bytes(half: int) -> int:
-    return kernel.FLAG_BYTES + 2 * _aligned(half)
+def connect(
+    comm: MPI.Intracomm,
+    device: torch.device,
+    half: int,
+    arena: DeviceMemory,
+    pages_offsets: Sequence[int],
+    deadline_s: float,
+) -> tuple[CudaPeers, DeviceMemory]:
+    """Maps a new mailbox and the arena of each rank into all. Collective; returns the peers and this rank's mailbox.
 
-
-@dataclass(frozen=True)
-class Mapped:
-    """A range of memory that every rank has. `bytes`: this rank's, uint8; `addresses` [N]: where it sees each."""
-
-    bytes: torch.Tensor
-    addresses: Sequence[int]
+    ValueError if a GPU has no room for it; RankFailure if a rank does not come in time.
+    """
+    memory = DeviceMemory(mailbox_bytes(half), device)
+    mailbox, pages = (Mapped(m.bytes, share(m, comm, deadline_s)) for m in (memory, arena))
+    return CudaPeers(comm.Get_rank(), mailbox, half, pages, pages_offsets), memory
 
 
 class CudaPeers:
     """`Peers` on one host. All ranks construct it alike; kernels run on the current stream, the same throughout.
 
-    mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: what holds the cache pages, which
-    begin `pages_offsets` [N] bytes into each rank's. num_blocks: of the largest grid.
+    mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: what holds the cache
+    pages, which begin `pages_offsets` [N] bytes into each rank's. num_blocks: of the largest grid. push_bytes: up to
+    this size of a rank's rows, sums push them.
     """
 
     def __init__(
@@ -77,14 +97,14 @@ class CudaPeers:
         arena: Mapped | None = None,
         pages_offsets: Sequence[int] = (),
         num_blocks: int = 128,
+        push_bytes: int = SLOT_BYTES,
     ) -> None:
         self.rank, self.size = rank, len(mailbox.addresses)
         assert self.size <= kernel.MAX_RANKS and 0 < num_blocks <= kernel.MAX_BLOCKS, (self.size, num_blocks)
-        assert mailbox.bytes.numel() >= mailbox_bytes(half), (mailbox.bytes.numel(), half)
-        self._bytes = mailbox.bytes
-        self._half_bytes = _aligned(half)
+        assert push_bytes <= SLOT_BYTES, push_bytes
+        self._mailbox = Mailbox(mailbox.bytes, half)
         self._num_blocks = num_blocks
-        self._half, self._used = 0, 0
+        self._push_bytes = push_bytes
         device = mailbox.bytes.device
         self._bases = torch.tensor(list(mailbox.addresses), dtype=torch.int64, device=device)
         self._arena = arena
@@ -100,18 +120,12 @@ class CudaPeers:
         self._common = {**self._meeting, "MEET": self.size > 1}
 
     def begin(self) -> None:
-        self._half, self._used = 0, 0
+        self._mailbox.reset()
         if self.size > 1:
             kernel.meet_kernel[(1,)](self._bases, self.rank, **self._meeting, num_warps=1)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        begin = self._start + self._used
-        numel = 1
-        for length in shape:
-            numel *= length
-        self._used += _aligned(numel * dtype.itemsize)
-        assert self._used <= self._half_bytes, (tuple(shape), dtype, self._half_bytes)
-        return self._bytes[begin : begin + numel * dtype.itemsize].view(dtype).view(tuple(shape))
+        return self._mailbox.buffer(shape, dtype)
 
     def sum_rows(
         self,
@@ -123,9 +137,12 @@ class CudaPeers:
         eps: float,
     ) -> torch.Tensor | None:
         rows, width = partial.shape
-        start = self._begin_of(partial)
+        start = self._mailbox.place(partial)
         sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
         out = None if weight is None else torch.empty_like(hidden)
+        if offsets is None and self.size > 1 and 0 < partial.nbytes <= self._push_bytes:
+            self._push_sum(partial, hidden, weight, out, eps)
+            return out
         if sliced:
             block = 4096 // partial.itemsize * 2
             grid = self._grid(rows * width, block * self.size)
@@ -150,18 +167,49 @@ class CudaPeers:
             NORM=weight is not None,
             **tile,
         )
-        self._turn()
+        self._mailbox.turn()
         return out
+
+    def _push_sum(
+        self,
+        partial: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        out: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        rows, width = partial.shape
+        columns = triton.next_power_of_2(width)
+        push_kernel.push_sum_rows_kernel[self._grid(rows, 1)](
+            self._bases,
+            self._mailbox.slots,
+            partial,
+            hidden,
+            hidden if weight is None else weight,
+            hidden if out is None else out,
+            rows,
+            width,
+            eps,
+            self.rank,
+            SIZE=self.size,
+            SLOT_BYTES=SLOT_BYTES,
+            INTEGER=_INTEGERS[partial.itemsize],
+            SIGN=push_kernel.SIGN[partial.itemsize],
+            NORM=weight is not None,
+            COLUMNS=columns,
+            num_warps=max(1, min(16, columns * partial.itemsize // 512)),
+        )
+        self._mailbox.turn()
 
     def gather_rows(
         self, x: torch.Tensor, counts: Sequence[int] | None, offsets: torch.Tensor | None, total: int
     ) -> torch.Tensor:
         out = x.new_empty((total, *x.shape[1:]))
-        width = _row_width(x)
+        width = math.prod(x.shape[1:])
         block = _block(width, x.itemsize)
         kernel.gather_rows_kernel[self._grid(total * -(-width // block), 1)](
             self._bases,
-            self._begin_of(x),
+            self._mailbox.place(x),
             self._bases if offsets is None else offsets,
             out,
             len(x),
@@ -173,13 +221,13 @@ class CudaPeers:
             BLOCK=block,
             num_warps=8,
         )
-        self._turn()
+        self._mailbox.turn()
         return out
 
     def pick_rows(self, x: torch.Tensor, rank: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        width = _row_width(x)
+        width = math.prod(x.shape[1:])
         out = x.new_empty((len(rank), *x.shape[1:]))
-        self._pick(self._bases, self._begin_of(x), rank, row, out, width, stride=width, fill=True)
+        self._pick(self._bases, self._mailbox.place(x), rank, row, out, width, stride=width, fill=True)
         return out
 
     def to_owners(self, q: torch.Tensor, owned: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
@@ -188,7 +236,7 @@ class CudaPeers:
         out = q.new_empty((len(owned), sum(heads), width))
         kernel.to_owners_kernel[self._grid(tokens * self.size, 1)](
             self._bases,
-            self._begin_of(q),
+            self._mailbox.place(q),
             owned,
             out,
             len(owned),
@@ -199,14 +247,14 @@ class CudaPeers:
             BLOCK=_block(max(heads) * width, q.itemsize),
             num_warps=8,
         )
-        self._turn()
+        self._mailbox.turn()
         return out
 
     def to_heads(
         self, out: torch.Tensor, owner: torch.Tensor, place: torch.Tensor, heads: Sequence[int]
     ) -> torch.Tensor:
         latent, mine = out.shape[2], heads[self.rank]
-        start = self._begin_of(out) + sum(heads[: self.rank]) * latent * out.itemsize
+        start = self._mailbox.place(out) + sum(heads[: self.rank]) * latent * out.itemsize
         back = out.new_empty((len(owner), mine, latent))
         self._pick(self._bases, start, owner, place, back, mine * latent, stride=sum(heads) * latent)
         return back
@@ -220,8 +268,8 @@ class CudaPeers:
         merged = out.new_empty((num_rows, heads, width))
         kernel.merge_parts_kernel[self._grid(rows * heads, tile * self.size)](
             self._bases,
-            self._begin_of(out),
-            self._begin_of(lse),
+            self._mailbox.place(out),
+            self._mailbox.place(lse),
             lse,
             offsets,
             merged,
@@ -234,7 +282,7 @@ class CudaPeers:
             COLUMNS=columns,
             num_warps=8,
         )
-        self._turn()
+        self._mailbox.turn()
         return merged
 
     def context_rows(
@@ -257,7 +305,7 @@ class CudaPeers:
 
     def gather_small(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.size, *x.shape))
-        start = self._begin_of(self.buffer(x.shape, x.dtype))
+        start = self._mailbox.place(self.buffer(x.shape, x.dtype))
         kernel.gather_small_kernel[self._grid(x.numel(), 256)](
             self._bases,
             start,
@@ -269,7 +317,7 @@ class CudaPeers:
             BLOCK=256,
             num_warps=4,
         )
-        self._turn()
+        self._mailbox.turn()
         return out
 
     def _pick(
@@ -308,39 +356,10 @@ class CudaPeers:
             BLOCK=block,
             num_warps=8 if block * out.itemsize >= 8192 else 4,
         )
-        self._turn()
-
-    @property
-    def _start(self) -> int:
-        """Where the current half begins in the mailbox."""
-        return kernel.FLAG_BYTES + self._half * self._half_bytes
-
-    def _begin_of(self, x: torch.Tensor) -> int:
-        """Where x, a buffer of the current half, begins in the mailbox."""
-        assert x.is_contiguous(), x.stride()
-        if x.numel() == 0:
-            return self._start
-        begin = x.data_ptr() - self._bytes.data_ptr()
-        inside = self._start <= begin and begin + x.nbytes <= self._start + self._half_bytes
-        assert inside, "not a buffer of this half: buffers are for the next call that meets the others"
-        return begin
-
-    def _turn(self) -> None:
-        self._half, self._used = 1 - self._half, 0
+        self._mailbox.turn()
 
     def _grid(self, length: int, per_block: int) -> tuple[int]:
         return (max(1, min(self._num_blocks, -(-length // per_block))),)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _row_width(x: torch.Tensor) -> int:
-    width = 1
-    for length in x.shape[1:]:
-        width *= length
-    return width
 
 
 def _block(width: int, itemsize: int) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from splash_plugins.peer_rows import kernel
+import triton.language as tl
+
+from splash_plugins.peer_rows import kernel, push_kernel
+from splash_trt.runtime.mailbox import SLOT_BYTES
 from tests.kernels.aot import Kernel, Target
 
 WIDTH = 2048
@@ -30,7 +33,16 @@ def _of(size: int) -> list[Kernel]:
     picked |= {"stride": "i32", "sub_stride": "i32"}
     merged = {**rows, "lse_start": "i32", "lse_like": "*fp32", "offsets": "*i32", "heads": "i32"}
     tile = {"NORM": True, "ROWS": 4, "COLUMNS": WIDTH}
+    pushed = {k: t for k, t in summed.items() if k != "offsets"} | {"partial": "*bf16"}
+    push = {"SIZE": size, "SLOT_BYTES": SLOT_BYTES, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2]}
     return [
+        Kernel(
+            push_kernel.push_sum_rows_kernel,
+            {**BASE, **pushed},
+            {**push, "NORM": True, "COLUMNS": WIDTH},
+            {"num_warps": 8},
+            ("width",),
+        ),
         Kernel(kernel.meet_kernel, BASE, meeting, {"num_warps": 1}),
         *(
             make(kernel.sum_rows_kernel, summed, {**tile, "SPREAD": spread, "SUMMED": sliced})

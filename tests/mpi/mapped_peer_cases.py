@@ -41,7 +41,8 @@ def run_all(world: World, dtype: str, names: list[str]) -> list[str]:
     importlib.import_module("tests.kernels.conftest")
     from mpi4py import MPI
 
-    from splash_trt.runtime.peers_cuda import CudaPeers, Mapped, mailbox_bytes
+    from splash_trt.runtime.mailbox import Mapped, mailbox_bytes
+    from splash_trt.runtime.peers_cuda import CudaPeers
 
     assert on_one_host(MPI.COMM_WORLD)
     # Pages lie elsewhere in each rank's arena, as they do where weights are cut unevenly.

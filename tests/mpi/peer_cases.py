@@ -89,7 +89,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_all_rows(peers: Peers, s: Setting) -> None:
-    for seed, (rows, width) in enumerate([(0, 64), (1, 64), (7, 2048), (64, 96), (300, 1056)]):
+    sizes = [(0, 64), (1, 64), (5, 2048), (9, 96), (80, 1056)]
+    if s.device.type == "cuda":
+        sizes += [(64, 2048), (65, 2048), (300, 7168), (1000, 2048)]
+    for seed, (rows, width) in enumerate(sizes):
         peers.begin()
         parts = [s.random(100 * seed + rank, (rows, width)) for rank in range(peers.size)]
         hidden, weight = s.random(seed, (rows, width)), s.random(seed + 1, (width,))

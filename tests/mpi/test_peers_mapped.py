@@ -15,5 +15,6 @@ def test_float32_between_two(mpi2: Ranks) -> None:
     assert mpi2.run(mapped_peer_cases.run_all, "float32", NAMES, timeout_s=240) == [NAMES] * 2
 
 
+@pytest.mark.nightly
 def test_float64_among_four(mpi4: Ranks) -> None:
     assert mpi4.run(mapped_peer_cases.run_all, "float64", NAMES, timeout_s=240) == [NAMES] * 4
