@@ -37,12 +37,12 @@ def _load_rows(rows, column, live, width: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _page_of(table, tile, stride, last, S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the tile's rows: one where a page holds whole tiles, else one a row."""
+    """Pages of the tile's rows, none of them past `last`: one where a page holds whole tiles, else one a row."""
     if S % BLOCK_N == 0:
         row = tl.minimum(tile * BLOCK_N, last)
     else:
         row = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), last)
-    return tl.load(table + stride * (row // S)).to(tl.int64)
+    return tl.load(table + stride * (row // S), mask=row >= 0, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums):
     return new_top, total * fade + tl.sum(weight, 0), sums
 
 
-@triton.jit(do_not_specialize=["stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
 def decode_kernel(
     q, q_stride, q_head_stride,
     pages, page_stride, row_stride,
@@ -73,13 +73,16 @@ def decode_kernel(
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     query = (tl.program_id(0) // head_blocks).to(tl.int64)
     split = tl.program_id(1)
+    # Loads that need nothing but the program's id come first, and the page before what its latency can hide.
     rows = tl.load(length + query)
+    table = tables + tl.load(slot + query).to(tl.int64) * table_stride + tl.load(first + query)
     tiles = tl.cdiv(rows, BLOCK_N)
     share = tl.cdiv(tiles, splits)
     tile = split * share
     end = tl.minimum(tile + share, tiles)
     if (splits > 1) & (tile >= end):
         return
+    page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
 
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < HEADS
@@ -93,17 +96,14 @@ def decode_kernel(
     total = tl.zeros([BLOCK_H], tl.float32)
     sums = tl.zeros([BLOCK_L, BLOCK_H], tl.float32)
     in_tile = tl.arange(0, BLOCK_N)
-    if tile < end:
-        table = tables + tl.load(slot + query).to(tl.int64) * table_stride + tl.load(first + query)
-        page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
-        for n in range(tile, end):
-            row = n * BLOCK_N + in_tile
-            live = row < rows
-            pointers = pages + page * page_stride + (row % S) * row_stride
-            page = _page_of(table, n + 1, stride, rows - 1, S, BLOCK_N)
-            k_latent = _load_rows(pointers, latent_column, live, LATENT, BLOCK_L)
-            k_rope = _load_rows(pointers + LATENT, rope_column, live, ROPE, BLOCK_R)
-            top, total, sums = _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums)
+    for n in range(tile, end):
+        row = n * BLOCK_N + in_tile
+        live = row < rows
+        pointers = pages + page * page_stride + (row % S) * row_stride
+        page = _page_of(table, n + 1, stride, rows - 1, S, BLOCK_N)
+        k_latent = _load_rows(pointers, latent_column, live, LATENT, BLOCK_L)
+        k_rope = _load_rows(pointers + LATENT, rope_column, live, ROPE, BLOCK_R)
+        top, total, sums = _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums)
 
     divisor = tl.where(total > 0, total, 1)
     result = sums / divisor[None, :]
@@ -255,6 +255,6 @@ def _merge(
         out, out.stride(0), out.stride(1),
         lse, lse.stride(0) if lse is not None else 0,
         HEADS=heads, LATENT=latent, BLOCK_N=config.block_n,
-        BLOCK_S=min(MERGE_BLOCK, triton.next_power_of_2(num_splits)), BLOCK_L=block,
+        BLOCK_S=MERGE_BLOCK, BLOCK_L=block,
         num_warps=4,
     )  # fmt: skip
