@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ def test_best_of_shards(how: ModuleType, device: str) -> None:
 
 
 @triton.jit
-def _estimates(hashes, out, BLOCK: tl.constexpr):
+def _estimates(hashes: Any, out: Any, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, kernel.noise(tl.load(hashes + at).to(tl.uint64, bitcast=True)))
 
@@ -152,8 +153,8 @@ def test_estimates_keep_their_error_bound(device: str) -> None:
     near = np.array([0, 4095, 4096, -(2**63), 2**63 - 1])
     edge = np.array([int(u * 2**64) - 2**64 for u in (0.85, 0.9, 0.5)])
     around = (edge[:, None] + rng.integers(-(2**40), 2**40, (3, 100))).ravel()
-    bits = np.concatenate([anywhere, small, ~small, near, ~near, around])
-    bits = torch.from_numpy(np.pad(bits, (0, -len(bits) % 1024)))
+    every = np.concatenate([anywhere, small, ~small, near, ~near, around])
+    bits = torch.from_numpy(np.pad(every, (0, -len(every) % 1024)))
     out = torch.empty(len(bits), device=device)
     _estimates[(len(bits) // 1024,)](bits.to(device), out, BLOCK=1024)
     want = noise.uniform(bits).log_().neg_().log_().neg_()
