@@ -317,14 +317,13 @@ def merge_parts_kernel(
         total = tl.zeros((ROWS, COLUMNS), lse_like.dtype.element_ty)
         for peer in tl.static_range(SIZE):
             lse = tl.load(_at(bases, peer, lse_start, lse_like) + from_row, mask=row < count, other=float("-inf"))
-            part = tl.load(
-                _at(bases, peer, start, out) + from_at, mask=mask & (lse != float("-inf"))[:, None], other=0.0
-            )
+            part = tl.load(_at(bases, peer, start, out) + from_at, mask=mask, other=0.0).to(total.dtype)
+            part = tl.where((lse == float("-inf"))[:, None], 0.0, part)
             higher = tl.maximum(top, lse)
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             before = tl.exp(top - shift)
             weight = tl.exp(lse - shift)
-            total = total * before[:, None] + part.to(total.dtype) * weight[:, None]
+            total = total * before[:, None] + part * weight[:, None]
             weights = weights * before + weight
             top = higher
         merged = total / tl.where(weights == 0.0, 1.0, weights)[:, None]
