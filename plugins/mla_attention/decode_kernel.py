@@ -165,15 +165,19 @@ class DecodeConfig:
 
 
 def choose_config(heads: int, item_bytes: int, shared_bytes: int, is_hopper: bool) -> DecodeConfig:
-    """For tiles of 576 numbers; `shared_bytes` is what a block can get at most."""
+    """For rows of 576 numbers; `shared_bytes` is what a block can get at most.
+
+    Triton asks for the tile after next once a tile is done, so that less than three stages overlap nothing, and only
+    several programs on one multiprocessor do. Three stages of 64 rows do not fit into Hopper's shared memory.
+    """
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     if item_bytes > 2:
-        return DecodeConfig(16, 16, 4, 1, 1)
+        return DecodeConfig(16, 16, 4, 1, 2)
+    if is_hopper and block_h == 64:
+        return DecodeConfig(64, 32, 8, 3, 1)
     if is_hopper:
-        return DecodeConfig(block_h, 64, 8 if block_h > 16 else 4, 2, 1)
-    if shared_bytes >= 99 * 1024:
-        return DecodeConfig(min(block_h, 32), 32, 4, 2, 1)
-    return DecodeConfig(min(block_h, 32), 32, 4, 1, 1)
+        return DecodeConfig(block_h, 32, 4, 3, 2)
+    return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
 def _device_config(q: torch.Tensor) -> DecodeConfig:
