@@ -9,7 +9,7 @@ import triton.language as tl
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_id", "num_ids"])
 def embed_kernel(ids, slot, last_sampled, table, out, out_stride, width, first_id, num_ids, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

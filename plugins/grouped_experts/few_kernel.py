@@ -11,6 +11,9 @@ import triton.language as tl
 
 from splash_plugins.grouped_experts.product_kernel import down_tile, gate_up_tile, store_rows
 
+# One kernel for all their values, 1 and multiples of 16 too.
+VARYING = ["num_pairs", "first_expert", "num_experts"]
+
 
 @triton.jit
 def _find(choice, num_pairs, candidate, first_expert, num_experts, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr):
@@ -40,7 +43,7 @@ def _pairs_at(ordinal, row, PAIRS: tl.constexpr):
     return tl.sum(tl.where(found, tl.arange(0, PAIRS)[None, :], 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def few_gate_up_kernel(
     x, x_stride, gate_up, hidden, choice, num_pairs, first_expert, num_experts,
     DEPTH: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
@@ -61,7 +64,7 @@ def few_gate_up_kernel(
         first += BLOCK_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def few_down_kernel(
     hidden, down, out, choice, num_pairs, first_expert, num_experts,
     INNER: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
@@ -81,7 +84,7 @@ def few_down_kernel(
         first += BLOCK_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def token_down_kernel(
     hidden, down, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
     INNER: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -132,12 +132,12 @@ def _many(
 
     hidden = x.new_empty((num_pairs, inner))
     gate_up_kernel[programs(plan.gate_up, inner)](
-        x, x.stride(0), gate_up, hidden, *table,
-        DEPTH=width, INNER=inner, TOP_K=top_k, GROUP=plan.gate_up.group, **_blocks(plan.gate_up, x.dtype),
+        x, x.stride(0), gate_up, hidden, *table, plan.gate_up.group,
+        DEPTH=width, INNER=inner, TOP_K=top_k, **_blocks(plan.gate_up, x.dtype),
     )  # fmt: skip
     y = x.new_empty((num_pairs, width))
     down_kernel[programs(plan.down, width)](
-        hidden, down, y, *table, INNER=inner, WIDTH=width, GROUP=plan.down.group, **_blocks(plan.down, x.dtype)
+        hidden, down, y, *table, plan.down.group, INNER=inner, WIDTH=width, **_blocks(plan.down, x.dtype)
     )
     combine(y, choice, weight, first_expert, num_experts, addend, out)
 

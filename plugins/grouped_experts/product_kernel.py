@@ -77,23 +77,23 @@ def down_tile(
 
 
 @triton.jit
-def _place(tile, blocks, num_blocks, num_columns, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+def _place(tile, blocks, num_blocks, num_columns, group, BLOCK_M: tl.constexpr):
     """(expert int64, rows, which of them are the expert's, tile of columns) of a tile.
 
-    GROUP blocks share a tile of columns before the next one, so that L2 keeps both operands.
+    group blocks share a tile of columns before the next one, so that L2 keeps both operands.
     """
-    first = tile // (GROUP * num_columns) * GROUP
-    size = tl.minimum(num_blocks - first, GROUP)
+    first = tile // (group * num_columns) * group
+    size = tl.minimum(num_blocks - first, group)
     within = tile - first * num_columns
     entry = blocks + (first + within % size) * 4
     row = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
     return tl.load(entry).to(tl.int64), row, row < tl.load(entry + 2), within // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group"])
 def gate_up_kernel(
-    x, x_stride, gate_up, hidden, pairs, blocks, num_blocks, DEPTH: tl.constexpr, INNER: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    x, x_stride, gate_up, hidden, pairs, blocks, num_blocks, group, DEPTH: tl.constexpr, INNER: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, I] from x [T, D]: programs take tiles in turn until the device's own number of them."""
@@ -101,7 +101,7 @@ def gate_up_kernel(
     columns: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
     while tile < count * columns:
-        expert, row, keep, n = _place(tile, blocks, count, columns, BLOCK_M, GROUP)
+        expert, row, keep, n = _place(tile, blocks, count, columns, group, BLOCK_M)
         token = tl.load(pairs + row, mask=keep, other=0) // TOP_K
         column = n * BLOCK_N + tl.arange(0, BLOCK_N)
         w = gate_up + expert * (2 * INNER * DEPTH)
@@ -112,17 +112,17 @@ def gate_up_kernel(
         tile += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group"])
 def down_kernel(
-    hidden, down, out, pairs, blocks, num_blocks, INNER: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    hidden, down, out, pairs, blocks, num_blocks, group, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [P, D] from hidden [P, I]."""
     count = tl.load(num_blocks)
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
     while tile < count * columns:
-        expert, row, keep, n = _place(tile, blocks, count, columns, BLOCK_M, GROUP)
+        expert, row, keep, n = _place(tile, blocks, count, columns, group, BLOCK_M)
         pair = tl.load(pairs + row, mask=keep, other=0).to(tl.int64)
         column = n * BLOCK_N + tl.arange(0, BLOCK_N)
         w = down + expert * (INNER * WIDTH)
@@ -131,7 +131,7 @@ def down_kernel(
         tile += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def combine_kernel(
     y, row, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
     WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,

@@ -15,6 +15,8 @@ import triton.language as tl
 ONE_HOT = 8192  # (pair, expert) cells that a program compares at once
 MAX_CHUNK = 256  # pairs of one program; up to so many one program sorts alone, more take two launches
 BLOCK_FIELDS = 4  # expert, first row, end row, unused
+# One kernel for all their values, 1 and multiples of 16 too.
+VARYING = ["num_pairs", "first_expert", "num_experts", "num_chunks"]
 
 
 class SortedPairs(NamedTuple):
@@ -42,7 +44,7 @@ def _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS: tl.conste
     return ((local[:, None] == expert[None, :]) & (expert < num_experts)[None, :]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def count_kernel(
     choice, counts, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -72,7 +74,7 @@ def _write_blocks(start, total, blocks, num_blocks, first, BLOCKS: tl.constexpr,
     tl.store(num_blocks, count, mask=first == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def place_kernel(
     choice, counts, pairs, ends, blocks, num_blocks, num_pairs, first_expert, num_experts, num_chunks,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
@@ -107,7 +109,7 @@ def sort_pairs(choice: torch.Tensor, num_experts: int, first_expert: int, block_
     """choice [T, k] int32, contiguous, at least one pair. One launch up to about 256 pairs, two beyond."""
     num_pairs = choice.numel()
     experts = triton.next_power_of_2(num_experts)
-    chunk = min(triton.next_power_of_2(num_pairs), MAX_CHUNK, max(16, ONE_HOT // experts))
+    chunk = min(MAX_CHUNK, max(16, ONE_HOT // experts))
     chunks = triton.cdiv(num_pairs, chunk)
     most = max_blocks(num_pairs, num_experts, block_m)
 
@@ -115,6 +117,9 @@ def sort_pairs(choice: torch.Tensor, num_experts: int, first_expert: int, block_
         return torch.empty(shape, dtype=torch.int32, device=choice.device)
 
     out = SortedPairs(ints(num_pairs), ints(num_experts), ints(most, BLOCK_FIELDS), ints(1))
+    # Each chunk's part of the most blocks that so many chunks can make; that of two will do for more.
+    few = min(chunks, 2)
+    share = triton.cdiv(num_experts + triton.cdiv(few * chunk, block_m), few)
     counts = ints(chunks, experts) if chunks > 1 else None
     warps = 8 if chunk * experts >= ONE_HOT else 4
     if counts is not None:
@@ -123,7 +128,7 @@ def sort_pairs(choice: torch.Tensor, num_experts: int, first_expert: int, block_
         )
     place_kernel[(chunks,)](
         choice, counts, *out, num_pairs, first_expert, num_experts, chunks,
-        EXPERTS=experts, CHUNK=chunk, BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), BLOCK_M=block_m,
+        EXPERTS=experts, CHUNK=chunk, BLOCKS=triton.next_power_of_2(share), BLOCK_M=block_m,
         ROWS=max(1, 4096 // experts), num_warps=warps,
     )  # fmt: skip
     return out

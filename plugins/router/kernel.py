@@ -125,7 +125,7 @@ def _logits(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
     x, x_stride, router, bias, num_tokens, choice, weight, num_rows, scale, num_groups, group_size,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
@@ -145,7 +145,7 @@ def route_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def partial_kernel(
     x, x_stride, router, num_tokens, partial, num_rows, num_groups, group_size, WIDTH: tl.constexpr,
     SLICE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
@@ -165,7 +165,7 @@ def partial_kernel(
     tl.store(partial + target, logits, mask=(row < real)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def choose_kernel(
     partial, bias, num_tokens, choice, weight, num_rows, scale, num_groups, group_size, SLICES: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,

@@ -48,8 +48,8 @@ def _experts(target: Target) -> list[Kernel]:
             kernels.append(_product(few_gate_up_kernel, gate_up, **first, **found))
             kernels.append(_product(few_down_kernel, down, **second, **found))
         else:
-            kernels.append(_product(gate_up_kernel, gate_up, **first, GROUP=gate_up.group))
-            kernels.append(_product(down_kernel, down, **second, GROUP=down.group))
+            kernels.append(_product(gate_up_kernel, gate_up, **first))
+            kernels.append(_product(down_kernel, down, **second))
     return kernels
 
 
