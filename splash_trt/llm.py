@@ -216,6 +216,7 @@ class LLM:
         worker = start_worker(world, self.model, self.config, self._source, self._tokenizer)
         while worker.follow() is not None:
             pass
+        worker.runner.close()
 
     def _end(self, leave: Callable[[], object]) -> None:
         """Rank 0 tells the others that it is over; under mpirun they wait for that here."""
@@ -223,6 +224,7 @@ class LLM:
             self._worker.world.control.send(Kind.STOP)
         else:
             self._worker.follow()
+        self._worker.runner.close()
         leave()
 
 

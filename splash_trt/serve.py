@@ -256,6 +256,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     worker = start_worker(world, model, config, source, tokenizer_folder(options))
     if world.rank != 0:
         worker.follow()
+        worker.runner.close()
         return 0
     assert link_address is not None
     if options.device:
@@ -277,6 +278,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
     server.run(lambda: frontends is not None and frontends.ended())
     world.control.send(Kind.STOP)
+    worker.runner.close()
     if tracer is not None:
         tracer.close()
     if frontends is not None:

@@ -28,6 +28,7 @@ from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.worker import start_worker
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SEED = 1
 PAGE_TOKENS = 64
 
@@ -41,11 +42,16 @@ def bench_config(
     max_running: int = 64,
     max_batch_tokens: int = 2048,
     page_tokens: int = PAGE_TOKENS,
+    run_on: str = "cpu",
+    simulate_routing: str = "",
 ) -> EngineConfig:
     """With room for cache_tokens in every layout: the arena is as large as the fullest rank's needs."""
     config = EngineConfig(
         num_ranks=num_ranks,
+        run_on=run_on,
         layout=Layout.DP,
+        layouts=tuple(Layout),
+        simulate_routing=simulate_routing,
         dtype=dtype,
         page_tokens=page_tokens,
         max_running=max_running,
@@ -59,6 +65,11 @@ def bench_config(
     return dataclasses.replace(config, memory_bytes=need + 4096)
 
 
+def model_folder(name: str) -> Path:
+    """A folder of perf/configs by its name, or any other with a config.json by its path."""
+    return CONFIGS / name if (CONFIGS / name).is_dir() else Path(name)
+
+
 class Bench:
     """A model with random weights on this rank. Rank 0 calls the blocks while the others `follow`."""
 
@@ -70,17 +81,19 @@ class Bench:
         # What lies in skipped contexts: finite and different everywhere, as real rows are. The last pages that storage
         # knows are not for use: the other ranks' heads lie there.
         usable = self.worker.runner.storage.pages[: self._pages[world.rank]]
-        usable.normal_(generator=torch.Generator().manual_seed(SEED))
+        usable.normal_(generator=torch.Generator(usable.device).manual_seed(SEED))
         self._random = np.random.default_rng(SEED)
         self._count = 0
 
     def follow(self) -> None:
         """Ranks other than 0: until rank 0's `release`."""
         self.worker.follow()
+        self.worker.runner.close()
 
     def release(self) -> None:
         """Rank 0: the others' `follow` returns."""
         self.worker.world.control.send_object(None)
+        self.worker.runner.close()
 
     def decode(self, layout: Layout, *, batch: int, context: int, steps: int, warmup: int) -> list[float]:
         """Seconds of each of `steps` decode steps of `batch` requests whose context is about `context` tokens."""

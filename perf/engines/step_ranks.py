@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from perf.engines.bench import Bench, bench_config
+from perf.engines.bench import CONFIGS, Bench, bench_config, model_folder
 from perf.harness import Row, interleave, ratio, summary
 from splash_trt import environment
 from splash_trt.config import Layout
@@ -21,15 +21,19 @@ from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.launch import run_under_mpi
 from splash_trt.models.families import load_config
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CHECK_PROMPTS = (1, 5, 33, 64, 130, 200)  # tokens
 CHECK_TOKENS = 12
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
+    run_on: str
+    """EngineConfig's."""
     model: str
-    """A folder of perf/configs."""
+    """A folder of perf/configs, or the path of another."""
+    simulate_routing: str
+    """EngineConfig's."""
+    check_dtype: str
     layouts: tuple[str, ...]
     dtypes: tuple[str, ...]
     batches: tuple[int, ...]
@@ -42,8 +46,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     warmup_steps: int
     round_s: float
     """A cell's rounds get shorter when a layout's steps would take longer than this, down to two steps."""
-    prompt: int
-    """Tokens of the prefill measurement's prompt."""
+    prompts: tuple[int, ...]
+    """Tokens of the prefill measurements' prompts."""
+    max_batch_tokens: int
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,20 +62,24 @@ def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
     layouts = [Layout.parse(name) for name in settings.layouts]
-    tokens = _check(world, layouts)
+    tokens = _check(world, layouts, settings)
     decode: list[Row] = []
     prefill: list[Row] = []
     for dtype in settings.dtypes:
         begin = time.monotonic()
-        model = load_config(CONFIGS / settings.model)
+        folder = model_folder(settings.model)
+        model = load_config(folder)
         config = bench_config(
             model,
             num_ranks=world.size,
             dtype=dtype,
             cache_tokens=settings.max_cache_tokens,
             max_running=max(settings.batches),
+            max_batch_tokens=settings.max_batch_tokens,
+            run_on=settings.run_on,
+            simulate_routing=settings.simulate_routing,
         )
-        bench = Bench(world, CONFIGS / settings.model, config)
+        bench = Bench(world, folder, config)
         if world.rank:
             bench.follow()
             continue
@@ -79,16 +88,23 @@ def measure(world: World, settings: Settings) -> Findings:
             for batch in settings.batches:
                 if batch * context <= settings.max_cache_tokens:
                     decode += _decode_cell(bench, layouts, batch, context, settings)
-        prefill += _prefill_cell(bench, layouts, settings)
+        for prompt in settings.prompts:
+            prefill += _prefill_cell(bench, layouts, prompt, settings)
         bench.release()
     return Findings(decode=decode, prefill=prefill, tokens=tokens)
 
 
-def _check(world: World, layouts: list[Layout]) -> dict[str, list[list[int]]]:
-    """Greedy continuations in float64 of a tiny model, per layout; on rank 0."""
+def _check(world: World, layouts: list[Layout], settings: Settings) -> dict[str, list[list[int]]]:
+    """Greedy continuations of a tiny model, per layout; on rank 0."""
     model = load_config(CONFIGS / "tiny")
     config = bench_config(
-        model, num_ranks=world.size, dtype="float64", cache_tokens=4096, max_batch_tokens=96, page_tokens=16
+        model,
+        num_ranks=world.size,
+        dtype=settings.check_dtype,
+        cache_tokens=4096,
+        max_batch_tokens=96,
+        page_tokens=16,
+        run_on=settings.run_on,
     )
     bench = Bench(world, CONFIGS / "tiny", config)
     if world.rank:
@@ -114,16 +130,16 @@ def _decode_cell(bench: Bench, layouts: list[Layout], batch: int, context: int, 
     return rows
 
 
-def _prefill_cell(bench: Bench, layouts: list[Layout], settings: Settings) -> list[Row]:
+def _prefill_cell(bench: Bench, layouts: list[Layout], prompt: int, settings: Settings) -> list[Row]:
     def sample(layout: Layout) -> list[float]:
-        return bench.prefill(layout, settings.prompt)
+        return bench.prefill(layout, prompt)
 
-    for layout in layouts:
-        bench.prefill(layout, 64)
+    for layout in layouts:  # on a GPU a first run compiles and finds its memory
+        bench.prefill(layout, prompt if settings.run_on == "gpu" else 64)
     variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
     rounds = interleave(variants, warmup=0, repeats=settings.rounds)
-    rows = _rows(bench, rounds, settings.prompt, {"prompt": settings.prompt})
-    _say(_line(rows, f"prompt {settings.prompt}"))
+    rows = _rows(bench, rounds, prompt, {"prompt": prompt})
+    _say(_line(rows, f"prompt {prompt}"))
     return rows
 
 
@@ -166,7 +182,7 @@ def main(arguments: list[str]) -> None:
         return 0
 
     if environment.under_mpirun():
-        run_under_mpi(program)
+        run_under_mpi(program, 300.0, run_on=settings.run_on)
     ThreadWorld(settings.ranks, 300.0).run(program)
 
 

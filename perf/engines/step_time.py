@@ -17,9 +17,14 @@ from pathlib import Path
 import msgspec
 
 from perf import harness, report
-from perf.engines.step_ranks import CHECK_PROMPTS, CHECK_TOKENS, CONFIGS, Findings, Settings
+from perf.engines.bench import model_folder
+from perf.engines.step_ranks import CHECK_PROMPTS, CHECK_TOKENS, Findings, Settings
+from perf.floor import Floor
 from splash_trt import environment
+from splash_trt.config import SIMULATED_ROUTING, EngineConfig, Layout
 from splash_trt.launch import mpirun_command
+from splash_trt.models.families import load_config
+from splash_trt.scheduler.devices import load_device
 
 DECODE = harness.View(
     x="batch", y="median_ms", series="layout", panels=("dtype", "ranks", "context"), ratio="ratio_to_tp"
@@ -31,7 +36,10 @@ TIME_LIMIT_S = 1800.0
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.engines.step_time")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--model", default="small", help="a folder of perf/configs")
+    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
+    parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
+    parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")
     parser.add_argument("--layouts", nargs="+", default=["tp", "dp", "cp", "dop"], help="the first must be tp")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -41,7 +49,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup-steps", type=int, default=1)
     parser.add_argument("--round-s", type=float, default=0.25)
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512])
+    parser.add_argument("--max-batch-tokens", type=int, default=2048)
+    parser.add_argument("--floor", metavar="DEVICE",
+                        help="whose floors stand beside the times: a built-in description or a file")  # fmt: skip
+    parser.add_argument("--prefix", default="", help="of the results' names")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     return parser.parse_args(arguments)
@@ -60,8 +72,8 @@ def measure(settings: Settings) -> Findings:
         given, found = Path(folder) / "settings.json", Path(folder) / "findings.json"
         given.write_bytes(msgspec.json.encode(settings))
         argv = [sys.executable, "-m", "perf.engines.step_ranks", str(given), str(found)]
-        if settings.ranks > 1:
-            argv = mpirun_command(settings.ranks, argv)
+        if settings.ranks > 1 or settings.run_on == "gpu":
+            argv = mpirun_command(settings.ranks, argv, on_gpus=settings.run_on == "gpu")
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
         subprocess.run(argv, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
         return msgspec.json.decode(found.read_bytes(), type=Findings)
@@ -92,21 +104,45 @@ def result_of(
     )
 
 
+def with_floors(rows: Sequence[harness.Row], options: argparse.Namespace) -> list[harness.Row]:
+    """floor_ms: the least that the step could take on --floor's device; experts_hit: in each layer, expected."""
+    if options.floor is None:
+        return list(rows)
+    model, device = load_config(model_folder(options.model)), load_device(options.floor)
+    out: list[harness.Row] = []
+    for row in rows:
+        floor = Floor(model, EngineConfig(num_ranks=int(row["ranks"] or 0), dtype=str(row["dtype"])), device)
+        layout = Layout.parse(str(row["layout"]))
+        if "batch" in row:
+            batch = int(row["batch"] or 0)
+            least = floor.decode_ms(layout, batch, int(row["context"] or 0))
+            found: harness.Row = {"floor_ms": round(least, 4), "experts_hit": round(floor.experts_hit(batch), 1)}
+        else:
+            found = {"floor_ms": round(floor.prefill_ms(layout, int(row["prompt"] or 0)), 3)}
+        out.append({**row, **found})
+    return out
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     findings = [measure(settings_of(options, ranks)) for ranks in options.ranks]
-    what = f"greedy tokens in float64, {len(CHECK_PROMPTS)} prompts, {CHECK_TOKENS} tokens each, tiny model"
+    what = (
+        f"greedy tokens in {options.check_dtype}, {len(CHECK_PROMPTS)} prompts, {CHECK_TOKENS} tokens each, tiny model"
+    )
     check = harness.checked(what, lambda: same_tokens(findings))
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
-    config["model_config"] = msgspec.json.decode((CONFIGS / options.model / "config.json").read_bytes())
+    folder = model_folder(options.model)
+    config["model"] = folder.name
+    config["model_config"] = msgspec.json.decode((folder / "config.json").read_bytes())
     settings = harness.without(arguments, "--remark", options.remark)
+    settings = [folder.name if word == options.model else word for word in settings]
     p = harness.provenance(config, "perf.engines.step_time", settings, options.remark)
-    decode = [row for f in findings for row in f.decode]
-    prefill = [row for f in findings for row in f.prefill]
-    for result in (
-        result_of("step_time", DECODE, "Decode step per layout, CPU ranks", decode, check, p),
-        result_of("prefill", PREFILL, "One long prompt to its first token, CPU ranks", prefill, check, p),
-    ):
+    decode = with_floors([row for f in findings for row in f.decode], options)
+    prefill = with_floors([row for f in findings for row in f.prefill], options)
+    where = f"{options.run_on.upper()} ranks"
+    titles = {"step_time": f"Decode step per layout, {where}", "prefill": f"One prompt to its first token, {where}"}
+    for name, view, rows in (("step_time", DECODE, decode), ("prefill", PREFILL, prefill)):
+        result = result_of(options.prefix + name, view, titles[name], rows, check, p)
         report.publish(result, options.results)
         print(report.markdown(result))
     return 0

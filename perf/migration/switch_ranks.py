@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
+from perf.engines.bench import CONFIGS, model_folder
 from perf.harness import Row
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.world import World
@@ -29,7 +30,6 @@ from splash_trt.request import Request, SamplingParams
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.worker import start_worker
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TOUR = tuple(Layout.parse(name) for name in "tp dp tp cp tp dop dp cp dp dop cp dop tp".split())
 STATES = ("preparing", "migrating", "armed", "retiring")
 KINDS = ("weights", "pages", "new_rows")
@@ -39,9 +39,15 @@ WARMUP = 4  # steps after a switch that count for nothing
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
+    run_on: str
+    """EngineConfig's."""
     model: str
-    """A folder of perf/configs."""
+    """A folder of perf/configs, or the path of another."""
     dtype: str
+    check_dtype: str
+    simulate_routing: str
+    """EngineConfig's."""
+    max_batch_tokens: int
     batch: int
     contexts: tuple[int, ...]
     """Tokens of each request's prompt."""
@@ -78,8 +84,10 @@ class Served:
         engine = EngineConfig(memory_bytes=need, **shape, **config)
         self._world = world
         worker = start_worker(world, self.model, engine, DummyWeights(self.model, SEED))
+        self._runner = worker.runner
         if world.rank:
             worker.follow()
+            self._runner.close()
         else:
             self.orchestrator = Orchestrator.of(self.model, engine, worker)
 
@@ -87,18 +95,22 @@ class Served:
         """Rank 0, when all is done: the others go on."""
         self.orchestrator.scheduler.check_idle()
         self._world.control.send_object(None)
+        self._runner.close()
 
 
 def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
-    runs = [_check(world, switching) for switching in (True, False)]
+    runs = [_check(world, switching, settings) for switching in (True, False)]
     rows: list[Row] = []
     for budget, context in itertools.product(settings.budgets, settings.contexts):
         served = Served(
             world,
-            CONFIGS / settings.model,
+            model_folder(settings.model),
             cache_tokens=settings.batch * (context + 64 * settings.around * settings.rounds),
+            run_on=settings.run_on,
+            simulate_routing=settings.simulate_routing,
+            max_batch_tokens=settings.max_batch_tokens,
             dtype=settings.dtype,
             max_running=settings.batch,
             migration_bytes=budget,
@@ -111,9 +123,10 @@ def measure(world: World, settings: Settings) -> Findings:
     return Findings(rows=rows, switched=runs[0], plain=runs[1])
 
 
-def _check(world: World, switching: bool) -> dict[str, list[int]]:
-    """Tokens of a tiny model's requests in float64, with or without a tour of all pairs under them; on rank 0."""
-    sizes: dict[str, Any] = {"dtype": "float64", "page_tokens": 8, "max_running": 8, "max_batch_tokens": 32}
+def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[int]]:
+    """Tokens of a tiny model's requests, with or without a tour of all pairs under them; on rank 0."""
+    sizes: dict[str, Any] = {"dtype": settings.check_dtype, "page_tokens": 8, "max_running": 8, "max_batch_tokens": 32}
+    sizes["run_on"] = settings.run_on
     # The budget stays as it is, so the requests outlive the tour.
     sizes |= {"migration_bytes": 40000, "migration_max_slowdown": 1000.0}
     served = Served(world, CONFIGS / "tiny", cache_tokens=4096, **sizes)
@@ -171,7 +184,7 @@ def _switch(orchestrator: Orchestrator, target: Layout, around: int) -> Row:
         during.append(_timed(orchestrator))
     record = switcher.records[-1]
     assert record.outcome == "committed" and record.target == target.name.lower(), record
-    return _row(record, plain, during)
+    return _row(record, plain, during, orchestrator.scheduler.directory.num_ranks)
 
 
 def _timed(orchestrator: Orchestrator) -> float:
@@ -180,13 +193,17 @@ def _timed(orchestrator: Orchestrator) -> float:
     return time.perf_counter() - begin
 
 
-def _row(record: Record, plain: list[float], during: list[float]) -> Row:
-    """plain, during: seconds of steps before the switch, and of those of which it was a part."""
+def _row(record: Record, plain: list[float], during: list[float], ranks: int) -> Row:
+    """plain, during: seconds of steps before the switch, and of those of which it was a part. rate_gb_s: of the mean
+    rank while pages and weights move; None if nothing crosses."""
     base = median(plain)
     row: Row = {f"{state}_ms": 1e3 * record.seconds_in.get(state, 0.0) for state in STATES}
     row |= {f"{state}_steps": record.steps_in.get(state, 0) for state in STATES}
     row |= {f"{kind}_bytes": record.bytes_between_ranks[kind] for kind in KINDS}
     row["inside_bytes"] = record.bytes_inside_ranks
+    migrating_s = record.seconds_in.get("migrating", 0.0)
+    moved = sum(record.bytes_between_ranks.values()) / ranks
+    row["rate_gb_s"] = moved / migrating_s / 1e9 if moved and migrating_s else None
     row["step_ms"] = 1e3 * base
     row["slowdown_median"] = median(during) / base - 1
     row["slowdown_p99"] = float(np.percentile(during, 99) / np.percentile(plain, 99) - 1)
@@ -208,7 +225,7 @@ def main(arguments: list[str]) -> None:
             out.write_bytes(msgspec.json.encode(findings))
         return 0
 
-    run_under_mpi(program, deadline_s=300.0)
+    run_under_mpi(program, deadline_s=300.0, run_on=settings.run_on)
 
 
 if __name__ == "__main__":

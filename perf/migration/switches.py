@@ -18,8 +18,10 @@ import msgspec
 import numpy as np
 
 from perf import harness, report
-from perf.migration.switch_ranks import CONFIGS, KINDS, STATES, Findings, Settings
+from perf.engines.bench import model_folder
+from perf.migration.switch_ranks import KINDS, STATES, Findings, Settings
 from splash_trt import environment
+from splash_trt.config import SIMULATED_ROUTING
 from splash_trt.launch import mpirun_command
 
 STATES_VIEW = harness.View(x="context", y="ms", series="pair", panels=("ranks", "budget_kib", "state"))
@@ -27,17 +29,22 @@ BYTES_VIEW = harness.View(x="context", y="kib", series="pair", panels=("ranks", 
 COST_VIEW = harness.View(x="context", y="value", series="pair", panels=("ranks", "budget_kib", "figure"))
 TIME_LIMIT_S = 3600.0
 TITLES = {
-    "states": "Time in each state of a switch, CPU ranks",
-    "bytes": "What a switch moves between ranks and inside them, CPU ranks",
-    "cost": "What a switch costs the steps it runs in, CPU ranks",
+    "states": "Time in each state of a switch",
+    "bytes": "What a switch moves between ranks and inside them",
+    "cost": "What a switch costs the steps it runs in",
 }
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.migration.switches")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--model", default="small", help="a folder of perf/configs")
+    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")
+    parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
+    parser.add_argument("--max-batch-tokens", type=int, default=2048)
+    parser.add_argument("--prefix", default="", help="of the results' names")
     parser.add_argument("--batch", type=int, default=8, help="requests that decode all the time")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--budgets", type=int, nargs="+", default=[1 << 20], help="migration_bytes at the start")
@@ -61,7 +68,7 @@ def measure(settings: Settings) -> Findings:
         given.write_bytes(msgspec.json.encode(settings))
         program = [sys.executable, "-m", "perf.migration.switch_ranks", str(given), str(found)]
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
-        argv = mpirun_command(settings.ranks, program)
+        argv = mpirun_command(settings.ranks, program, on_gpus=settings.run_on == "gpu")
         subprocess.run(argv, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
         return msgspec.json.decode(found.read_bytes(), type=Findings)
 
@@ -102,6 +109,7 @@ def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[ha
         "slowdown, median": "slowdown_median",
         "slowdown, p99": "slowdown_p99",
         "stall of the commit, ms": "stall_ms",
+        "GB/s a rank": "rate_gb_s",
     }
     cost = cells(rows, "figure", figures, "value")
     return {"states": (STATES_VIEW, states), "bytes": (BYTES_VIEW, moved), "cost": (COST_VIEW, cost)}
@@ -110,17 +118,21 @@ def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[ha
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     findings = [measure(settings_of(options, ranks)) for ranks in options.ranks]
-    what = "tokens in float64, greedy and sampled, tiny model, on as many ranks"
+    what = f"tokens in {options.check_dtype}, greedy and sampled, tiny model, on as many ranks"
     check = harness.checked(what, lambda: same_tokens(findings))
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
-    config["model_config"] = msgspec.json.decode((CONFIGS / options.model / "config.json").read_bytes())
-    p = harness.provenance(config, "perf.migration.switches", arguments, options.remark)
+    folder = model_folder(options.model)
+    config["model"] = folder.name
+    config["model_config"] = msgspec.json.decode((folder / "config.json").read_bytes())
+    settings = harness.without(arguments, "--remark", options.remark)
+    settings = [folder.name if word == options.model else word for word in settings]
+    p = harness.provenance(config, "perf.migration.switches", settings, options.remark)
     for name, (view, rows) in tables([row for found in findings for row in found.rows]).items():
         result = harness.Result(
             schema=harness.SCHEMA_VERSION,
             area="migration",
-            name=name,
-            title=TITLES[name],
+            name=options.prefix + name,
+            title=f"{TITLES[name]}, {options.run_on.upper()} ranks",
             provenance=p,
             check=check,
             view=view,

@@ -1,0 +1,119 @@
+"""Makespan of a reinforcement-learning rollout on one server: `python -m perf.serving.rollout --help`.
+
+All prompts are sent at once, and all answers must end. Lengths are log-normal; clients ask for the longest one's and
+leave when theirs has come, so that the server does not know them. Layouts are pinned in turn, then auto follows the
+load. With --step-times the ceiling stands beside it. Writes perf/results/serving/<name>.{json,md,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from perf import harness, report
+from perf.serving import deployment, load
+from perf.serving.ceiling import StepTimes, rollout_s
+from perf.serving.client import Wish
+from perf.serving.server import MODEL_NAME, Server
+
+VIEW = harness.View(x="round", y="seconds", series="layout", panels=("load",), ratio="auto_over")
+CEILING = "ceiling"
+SEED = 7
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.serving.rollout")
+    deployment.add_options(parser)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each")
+    parser.add_argument("--median", type=int, default=600, help="of the answers' lengths in tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithms")
+    parser.add_argument("--most", type=int, default=4096, help="longest answer")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--step-times", type=Path, default=None,
+                        help="folder with step_time.json and prefill.json of perf.engines.step_time")  # fmt: skip
+    parser.add_argument("--step-times-prefix", default="", help="of those two files' names")
+    return parser.parse_args(arguments)
+
+
+def lengths(options: argparse.Namespace) -> list[int]:
+    """Of the answers; the same in every run."""
+    drawn = np.random.default_rng(SEED).lognormal(np.log(options.median), options.sigma, options.prompts)
+    return np.clip(np.rint(drawn), 1, options.most).astype(int).tolist()
+
+
+def run_once(
+    server: Server, options: argparse.Namespace, wishes: Sequence[Wish], vocab_size: int, label: str, seed: int
+) -> harness.Row:
+    """One rollout under one label, from the server's rest to its rest."""
+    if label == deployment.AUTO:
+        server.go_to("tp")  # where it starts, too
+    server.go_to(label)
+    before = len(server.get("/v1/switches")["data"])
+    answers = load.run(
+        server.url, MODEL_NAME, vocab_size, wishes, clients=len(wishes), processes=options.processes, seed=seed
+    )
+    server.wait_until_idle()
+    switches = server.get("/v1/switches")["data"]
+    new = [f"{s['source']}-{s['target']}" for s in reversed(switches[: len(switches) - before])]
+    row: harness.Row = {"layout": label, **load.figures(answers), "switches": " ".join(new)}
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def with_ratios(rows: Sequence[harness.Row]) -> list[harness.Row]:
+    """auto_over: auto's time over this one's in the same round."""
+    auto = {row["round"]: float(row["seconds"] or 0) for row in rows if row["layout"] == deployment.AUTO}
+    out: list[harness.Row] = []
+    for row in rows:
+        known = row["round"] in auto and row["seconds"]
+        out.append({**row, "auto_over": round(auto[row["round"]] / float(row["seconds"] or 1), 4) if known else None})
+    return out
+
+
+def all_told(rows: Sequence[harness.Row], tokens: int) -> str:
+    """No answer was cut or lost; AssertionError if one was."""
+    failed = sum(int(row["failed"] or 0) for row in rows)
+    assert failed == 0, f"{failed} answers were lost"
+    return f"all answers of {len(rows)} runs were whole, {tokens} tokens in each run"
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    model = deployment.model_of(options)
+    outputs = lengths(options)
+    wishes = [Wish(options.prompt, length, max(options.most, length + 1)) for length in outputs]
+    measured: list[harness.Row] = []
+    with Server(deployment.flags(options)) as server:
+        once = functools.partial(run_once, server, options, wishes, model.vocab_size)
+        for turn in range(options.rounds):
+            for number, label in enumerate(options.layouts):
+                measured.append({"load": "rollout", "round": turn + 1, **once(label, 100 * turn + number)})
+    check = harness.checked("answers have their lengths", lambda: all_told(measured, sum(outputs)))
+    if options.step_times is not None:
+        times = StepTimes.read(options.step_times, options.ranks, options.step_times_prefix)
+        seconds = rollout_s(times, options.prompt, outputs, times.layouts)
+        rounds = range(1, options.rounds + 1)
+        measured += [{"load": "rollout", "round": r, "layout": CEILING, "seconds": round(seconds, 3)} for r in rounds]
+    result = harness.Result(
+        schema=harness.SCHEMA_VERSION,
+        area="serving",
+        name=options.name or "rollout",
+        title="A rollout's makespan in seconds (auto's over it)",
+        provenance=deployment.provenance(options, "perf.serving.rollout", list(arguments)),
+        check=check,
+        view=VIEW,
+        rows=with_ratios(measured),
+    )
+    print(report.markdown(result))
+    report.publish(result, options.results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""A `splash-trt serve` of our own for the time of a benchmark."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from perf import harness
+from splash_trt import environment
+
+START_S = 1200.0  # weights of tens of gigabytes, kernels to compile, graphs to capture
+SWITCH_S = 120.0
+END_S = 60.0
+ASK_S = 120.0
+MODEL_NAME = "model"
+
+
+class Server:
+    """Started with these flags of `splash-trt serve`, and waited for; a context manager that ends it."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "splash_trt", "serve", *flags, "--port", str(self.port)]
+        self._process = subprocess.Popen(
+            [*command, "--name", MODEL_NAME],
+            cwd=harness.ROOT,
+            env=environment.for_child() | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _wait_until(self._ready, START_S, "the server is not ready")
+        except BaseException:
+            self._kill()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ASK_S)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Any:
+        status, data = self.ask("GET", path)
+        assert status == 200, (path, status, data)
+        return json.loads(data)
+
+    def go_to(self, layout: str) -> None:
+        """Serve in this layout until told otherwise; or "auto"."""
+        body = {"layout": layout} if layout == "auto" else {"layout": layout, "pin": True}
+        status, data = self.ask("POST", "/v1/layout", body)
+        assert status == 200, data
+        _wait_until(lambda: self._serves(layout), SWITCH_S, f"the server does not get to {layout}")
+
+    def output_tokens(self) -> int:
+        """That the server says it has told its clients since its start."""
+        _, data = self.ask("GET", "/metrics")
+        lines = data.decode().splitlines()
+        return round(sum(float(line.split()[-1]) for line in lines if line.startswith("splash_output_tokens_total")))
+
+    def wait_until_idle(self) -> None:
+        _wait_until(self._idle, SWITCH_S, "requests are left")
+
+    def _serves(self, layout: str) -> bool:
+        answer = self.get("/v1/layout")
+        if layout == "auto":
+            return bool(answer["mode"] == "auto")
+        return bool(answer["status"]["layout"] == layout and answer["status"]["switch"] == "steady")
+
+    def _idle(self) -> bool:
+        status = self.get("/v1/layout")["status"]
+        return bool(status["running"] == status["waiting"] == 0 and status["switch"] == "steady")
+
+    def _ready(self) -> bool:
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the server ended with {self._process.returncode}")
+        try:
+            return self.ask("GET", "/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def _kill(self) -> None:
+        """The supervisor's process group; ranks follow it by their lifelines."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{why} within {seconds:g} s")
+        time.sleep(0.05)
