@@ -203,6 +203,8 @@ def check_before_ranks(options: ServeOptions) -> None:
     # How much memory GPUs have is asked for on their ranks: asking takes some of it.
     engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
     if environment.mpi_rank() == 0:
+        if run_on == "gpu" and options.device is None:
+            device_for(options.folder, options.ranks, on_gpu=True)
         check_frontend(options)
 
 

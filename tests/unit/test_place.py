@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -86,6 +87,16 @@ class TestServe:
         gpus(1)
         with pytest.raises(ValueError, match="^run_on: .*has 1 that its 2 ranks"):
             check_before_ranks(ServeOptions(model=str(TINY), dummy_weights=0, ranks=2, run_on="gpu"))
+
+    def test_gpus_that_nobody_described_are_refused_before_any_rank_starts(
+        self, gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        gpus(2)
+        monkeypatch.setattr("splash_trt.scheduler.devices._GPUS", tmp_path)
+        options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=2, port=0)
+        with pytest.raises(ValueError, match="^device: there is no description"):
+            check_before_ranks(options)
+        check_before_ranks(msgspec.structs.replace(options, device="h200"))
 
     def test_ranks_of_this_node_are_what_counts_under_mpirun(
         self, gpus: Any, monkeypatch: pytest.MonkeyPatch
