@@ -7,6 +7,7 @@ import textwrap
 import torch
 
 from splash_engines.operations import BLOCK, DSV3_A_OUT, DSV3_EXPERTS, DSV3_HIDDEN, TOP_K, Here, operations
+from splash_engines.operations_step import step_operations
 from splash_engines.registry import Choice, Dims, Registry
 from splash_engines.trtllm import Gpu, probe
 from splash_engines.trtllm_headers import find_headers
@@ -16,8 +17,13 @@ CONTEXT = 8192  # rows that the indexer chooses from
 WIDTH = 120
 ONLY = "the reference itself, and the only one here"
 
-# What TensorRT-LLM's operators were written for.
+# What TensorRT-LLM's operators were written for; the experts of one of 64 ranks.
 DEEPSEEK_V3_2: dict[str, Dims] = {
+    "add_norm": {"hidden": DSV3_HIDDEN},
+    "silu_mul": {"inner": 2048},
+    "grouped_experts": {"hidden": DSV3_HIDDEN, "inner": 2048, "experts": 4, "top_k": 8},
+    "mla_attention": {"heads": 128, "latent": 512, "rope": 64, "context": 1024},
+    "lse_merge": {"parts": 2, "heads": 128, "latent": 512},
     "router_product": {"hidden": DSV3_HIDDEN, "experts": DSV3_EXPERTS},
     "fused_a": {"hidden": DSV3_HIDDEN, "out": DSV3_A_OUT},
     "indexer_topk": {"context": CONTEXT, "k": TOP_K},
@@ -34,9 +40,22 @@ def here() -> Here:
 
 def sizes_of(model: ModelConfig) -> dict[str, Dims]:
     """Each operation's sizes in this model; operations that it has not are left out."""
-    sizes: dict[str, Dims] = {}
+    hidden, latent = model.hidden_size, model.kv_lora_rank
+    sizes: dict[str, Dims] = {
+        "add_norm": {"hidden": hidden},
+        "silu_mul": {"inner": model.intermediate_size},
+        "mla_attention": {"heads": model.num_heads, "latent": latent, "rope": model.qk_rope_head_dim, "context": 1024},
+        "lse_merge": {"parts": 2, "heads": model.num_heads, "latent": latent},
+    }
     if model.experts is not None:
-        sizes["router_product"] = {"hidden": model.hidden_size, "experts": model.experts.num_experts}
+        experts = model.experts
+        sizes["grouped_experts"] = {
+            "hidden": hidden,
+            "inner": experts.intermediate_size,
+            "experts": -(-experts.num_experts // 2),
+            "top_k": experts.top_k,
+        }
+        sizes["router_product"] = {"hidden": hidden, "experts": experts.num_experts}
     sizes["fused_a"] = {"hidden": model.hidden_size, "out": (model.q_lora_rank or 0) + model.row_width}
     if model.indexer is not None:
         sizes["indexer_topk"] = {"context": CONTEXT, "k": model.indexer.top_k}
@@ -57,7 +76,7 @@ def format_operations(found: Here, sizes: dict[str, Dims], tokens: int) -> str:
         f"TensorRT-LLM's operators: {trtllm.package or 'none'}",
         *(line for reason in trtllm.reasons for line in _wrapped(reason, "  ")),
     ]
-    registry = Registry(operations(found), device)
+    registry = Registry((*step_operations(found), *operations(found)), device)
     for operation in registry.operations.values():
         dims = sizes.get(operation.name)
         if dims is None:

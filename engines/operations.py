@@ -42,12 +42,12 @@ def operations(here: Here) -> tuple[Operation, ...]:
     return (router_product(here), fused_a(here), indexer_topk(here), fp8_quantize(here), fp8_product(here))
 
 
-def _random(case: Case, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.randn(shape, generator=generator).to(device=case.device, dtype=dtype or case.dtype)
+def random_of(case: Case, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=case.device).to(dtype or case.dtype)
 
 
-def _weight(case: Case, generator: torch.Generator, out: int, inner: int) -> torch.Tensor:
-    return (_random(case, generator, out, inner, dtype=torch.float32) * inner**-0.5).to(case.dtype)
+def weight_of(case: Case, generator: torch.Generator, out: int, inner: int) -> torch.Tensor:
+    return (random_of(case, generator, out, inner, dtype=torch.float32) * inner**-0.5).to(case.dtype)
 
 
 def torch_candidate(function: Function, name: str = "torch") -> Candidate:
@@ -66,8 +66,11 @@ def trtllm_candidate(
     return Candidate(name=f"trtllm.{operator}", load=load, unfit=unfit)
 
 
-def triton_candidate(here: Here, module: str, function: str, unfit: Callable[[Case], str | None]) -> Candidate:
+def triton_candidate(here: Here, module: str, function: str) -> Candidate:
     """A launcher of ours; its module is loaded only where there is a GPU for it."""
+
+    def unfit(case: Case) -> str | None:
+        return "kernels compute in float32" if case.dtype is torch.float64 else None
 
     def load() -> Function | str:
         if here.gpu is None:
@@ -110,8 +113,8 @@ def router_product(here: Here) -> Operation:
         meaning="a token's scores for all experts, before they are chosen",
         reference=reference,
         inputs=lambda case, g: (
-            _random(case, g, case["tokens"], case["hidden"]),
-            _weight(case, g, case["experts"], case["hidden"]),
+            random_of(case, g, case["tokens"], case["hidden"]),
+            weight_of(case, g, case["experts"], case["hidden"]),
         ),
         disagreement=relative_error(1e-4),
         candidates=(
@@ -139,8 +142,8 @@ def fused_a(here: Here) -> Operation:
         meaning="hidden state to query latent and cache row in one product",
         reference=F.linear,
         inputs=lambda case, g: (
-            _random(case, g, case["tokens"], case["hidden"]),
-            _weight(case, g, case["out"], case["hidden"]),
+            random_of(case, g, case["tokens"], case["hidden"]),
+            weight_of(case, g, case["out"], case["hidden"]),
         ),
         disagreement=relative_error(5e-3),
         candidates=(torch_candidate(F.linear), trtllm_candidate(here, "dsv3_fused_a_gemm_op", wrap, unfit)),
@@ -168,9 +171,9 @@ def indexer_topk(here: Here) -> Operation:
     def inputs(case: Case, generator: torch.Generator) -> tuple[Any, ...]:
         tokens, context = case["tokens"], case["context"]
         # All values differ, so that the best are the same ones for everybody.
-        order = torch.stack([torch.randperm(context, generator=generator) for _ in range(tokens)])
-        length = torch.randint(1, context + 1, (tokens,), generator=generator, dtype=torch.int32)
-        return order.to(case.device, torch.float32), length.to(case.device), case["k"]
+        order = torch.rand((tokens, context), generator=generator, device=case.device).argsort(dim=-1)
+        length = torch.randint(1, context + 1, (tokens,), generator=generator, device=case.device, dtype=torch.int32)
+        return order.to(torch.float32), length, case["k"]
 
     def disagreement(expected: torch.Tensor, got: torch.Tensor) -> str | None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -240,7 +243,7 @@ def fp8_quantize(here: Here) -> Operation:
         name="fp8_quantize",
         meaning="activations to FP8, a scale for each 128 numbers",
         reference=reference,
-        inputs=lambda case, g: (_random(case, g, case["tokens"], case["inner"]),),
+        inputs=lambda case, g: (random_of(case, g, case["tokens"], case["inner"]),),
         disagreement=relative_error(1e-2),
         candidates=(
             torch_candidate(reference),
@@ -271,8 +274,8 @@ def fp8_product(here: Here) -> Operation:
             return f"it does not compile: {' '.join(str(error).split())[:200]}"
 
     def inputs(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        weight = _weight(case, generator, case["out"], case["inner"])
-        return _random(case, generator, case["tokens"], case["inner"]), *quantize_blocks(weight)
+        weight = weight_of(case, generator, case["out"], case["inner"])
+        return random_of(case, generator, case["tokens"], case["inner"]), *quantize_blocks(weight)
 
     def unfit(case: Case) -> str | None:
         if case["inner"] % BLOCK or case["out"] % BLOCK:

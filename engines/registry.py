@@ -69,7 +69,7 @@ class Operation:
     """One line for a reader of the list."""
     reference: Function
     inputs: Callable[[Case, torch.Generator], Sequence[Any]]
-    """Fresh random arguments on the case's device; the generator is a CPU one."""
+    """Fresh random arguments on the case's device, by a generator of that device."""
     disagreement: Callable[[Any, Any], str | None]
     """(the reference's result, a candidate's) to how they differ by more than they may; None: they agree."""
     candidates: tuple[Candidate, ...]
@@ -137,7 +137,7 @@ class Registry:
 
     def _measure(self, operation: Operation, name: str, function: Function, case: Case) -> Finding:
         """Hold a candidate against the reference, then take its time."""
-        generator = torch.Generator()
+        generator = torch.Generator(device=case.device)
         for seed in range(CHECKS):
             arguments = operation.inputs(case, generator.manual_seed(seed))
             expected = operation.reference(*_copies(arguments))

@@ -17,6 +17,7 @@ from splash_engines.operations import (
     quantize_blocks,
     quantize_rows,
 )
+from splash_engines.operations_step import step_operations
 from splash_engines.registry import (
     Candidate,
     Case,
@@ -264,3 +265,22 @@ def test_weights_in_fp8_are_what_their_blocks_say() -> None:
             block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
             assert float((back[block] - weight[block]).abs().max()) < 0.07 * float(weight[block].abs().max())
             assert float(values[block].float().abs().max()) == 448.0
+
+
+SMALL = {
+    "tokens": 3, "hidden": 64, "inner": 48, "experts": 4, "top_k": 2, "heads": 4, "latent": 64, "rope": 16,
+    "context": 100, "parts": 3,
+}  # fmt: skip
+
+
+def test_steps_operations_agree_with_themselves_on_inputs_that_matter() -> None:
+    """Each one's inputs fit its reference, and a result a hundredth off is noticed."""
+    for made in step_operations(HERE):
+        case = Case(dims=SMALL, dtype=torch.float32, device=CPU)
+        arguments = made.inputs(case, torch.Generator().manual_seed(1))
+        expected = made.reference(*[a.clone() if isinstance(a, torch.Tensor) else a for a in arguments])
+        assert not bool(expected.isnan().any()) and made.disagreement(expected, expected.clone()) is None
+        assert made.disagreement(expected, expected * 1.03) is not None, made.name
+        assert [c.load() for c in made.candidates if c.name.startswith("triton")] == [
+            "Triton's kernels need a GPU, and this machine has none"
+        ]
