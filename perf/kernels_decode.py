@@ -47,14 +47,16 @@ SHAPES = (
     (8, 128, 8192),
 )
 # Rows a tile, warps, stages.
-TILES = ((16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 1), (64, 4, 2), (64, 8, 2))
+TILES = ((16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 2))
 COMPILERS = 12
 
 
 def configs(heads: int) -> list[DecodeConfig]:
+    """Sums [L, block_h] of 64 heads need the registers of 8 warps."""
     most = min(64, max(16, triton.next_power_of_2(heads)))
     blocks = [most] if most <= 16 else [most // 2, most]
-    return [DecodeConfig(h, n, warps, stages, 1) for h, (n, warps, stages) in itertools.product(blocks, TILES)]
+    found = [DecodeConfig(h, n, max(warps, h // 8), stages, 1) for h in blocks for n, warps, stages in TILES]
+    return list(dict.fromkeys(found))
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -100,19 +100,18 @@ def test_ragged_lengths(device: str, stride: int, splits: int) -> None:
     check(case, 3, config=CONFIG, num_splits=splits)
 
 
-@pytest.mark.parametrize("page_tokens", [4, 16, 24, 64])
-@pytest.mark.parametrize("block_n", [16, 32, 64])
+@pytest.mark.parametrize("page_tokens", [4, 24, 64])
+@pytest.mark.parametrize("block_n", [16, 64])
 def test_tiles_and_pages(device: str, page_tokens: int, block_n: int) -> None:
     case = make([70, 5, 33], page_tokens=page_tokens, stride=2, device=device)
     check(case, 3, config=DecodeConfig(16, block_n, 4, 2, 1), num_splits=2)
 
 
-@pytest.mark.parametrize("heads", [1, 16, 20])
-@pytest.mark.parametrize("dims", [(32, 16), (24, 8), (16, 6)])
-def test_shapes(device: str, heads: int, dims: tuple[int, int]) -> None:
-    case = make([40, 3], heads=heads, latent=dims[0], rope=dims[1], device=device)
-    for splits in (1, 2):
-        check(case, heads, config=CONFIG, num_splits=splits)
+@pytest.mark.parametrize("heads, latent, rope", [(1, 32, 16), (16, 24, 8), (20, 16, 6)])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_shapes(device: str, heads: int, latent: int, rope: int, splits: int) -> None:
+    case = make([40, 3], heads=heads, latent=latent, rope=rope, device=device)
+    check(case, heads, config=CONFIG, num_splits=splits)
 
 
 def test_chosen_config(device: str) -> None:
@@ -127,6 +126,17 @@ def test_log_sum_exp_is_optional(device: str) -> None:
         arguments = (case.q, case.pages, case.tables, case.slot, case.first, case.length, case.stride, case.latent)
         decode(*arguments, SCALE, out, None, config=CONFIG, num_splits=splits)
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision(device: str) -> None:
+    """Products in half precision, sums in float32: as exact as the output's dtype."""
+    case = make([130, 64, 0, 7], heads=5, device=device)
+    want, want_lse = case.run(decode_reference.decode, 5)
+    for splits in (1, 3):
+        half = replace(case, q=case.q.half(), pages=case.pages.half())
+        out, lse = half.run(decode, 5, config=CONFIG, num_splits=splits)
+        torch.testing.assert_close(out, want, rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(lse, want_lse, rtol=5e-3, atol=5e-3)
 
 
 def test_no_queries(device: str) -> None:
