@@ -57,6 +57,8 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""
 Step = Callable[[str, int], None]
 """Called with what has been done and its bytes."""
+Beside = Callable[[Path], list[StoredFile]]
+"""Puts more files into the folder, and says what the manifest is to say of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ def build_engine(
     *,
     self_contained: bool = False,
     overwrite: bool = False,
+    beside: Beside | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Build the engine of the checkpoint in model_dir as the folder `out`.
@@ -147,7 +150,8 @@ def build_engine(
     copied, referred = _divide(checkpoint, self_contained)
     with whole_folder(out, markers=(MANIFEST, WEIGHTS), overwrite=overwrite) as folder:
         _check_space(out, sum(item.num_bytes for item in copied))
-        manifest = _fill(folder, out, checkpoint, copied, referred, progress or (lambda what, done, total: None))
+        more = beside(folder) if beside else []
+        manifest = _fill(folder, out, checkpoint, copied, referred, more, progress or (lambda what, done, total: None))
         with writing(folder / MANIFEST):
             (folder / MANIFEST).write_bytes(encode(manifest))
 
@@ -178,6 +182,7 @@ def _fill(
     checkpoint: _Checkpoint,
     copied: Sequence[_Copied],
     referred: Sequence[TensorSpec],
+    more: Sequence[StoredFile],
     progress: Progress,
 ) -> Manifest:
     """Write all of the engine into `folder` but its manifest, which is returned."""
@@ -198,7 +203,7 @@ def _fill(
     for spec in referred:
         references = tuple(_refer(part, spec, parts[spec.name], checkpoint, index, step) for part in parts[spec.name])
         tensors[spec.name] = StoredTensor(name=spec.name, shape=spec.shape, parts=references)
-    files += _copy_tokenizer(checkpoint.folder, folder)
+    files += [*_copy_tokenizer(checkpoint.folder, folder), *more]
     return Manifest(
         built_with=__version__,
         model=checkpoint.model,

@@ -23,6 +23,7 @@ from splash_engines.manifest import (
     row_bytes,
 )
 from splash_engines.source import EngineSource
+from splash_engines.tensorrt.store import describe_plans
 from splash_trt.models.config import LayerKind, ModelConfig
 from splash_trt.weights.source import WeightSource
 
@@ -97,6 +98,7 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
         "bytes_by_dtype": dict(dtypes),
         "experts": _experts_stored(manifest),
         "checkpoint": manifest.origin.folder,
+        "plans": describe_plans(folder),
         "tokenizer": sorted(Path(f.name).name for f in manifest.files if f.name.startswith(TOKENIZER + "/")),
         "checks": _checks(engine),
     }
@@ -115,6 +117,7 @@ def format_inspection(inspection: Mapping[str, Any]) -> str:
         *((f"  as {dtype}", _bytes(size)) for dtype, size in inspection["bytes_by_dtype"].items()),
         ("experts", inspection["experts"]),
         ("checkpoint", inspection["checkpoint"]),
+        ("plans", inspection["plans"]),
         ("tokenizer", ", ".join(inspection["tokenizer"]) or "none"),
     ]
     checks: Mapping[str, str] = inspection["checks"]

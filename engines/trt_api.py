@@ -28,8 +28,8 @@ PACKAGES = ("tensorrt", "tensorrt_rtx")
 _CAPABILITY = re.compile(r"SM(\d+)$")
 _PART = re.compile(r"[\w.]+(?:/[\w.]+)+")
 
-Progress = Callable[[str, float], bool]
-"""Called with TensorRT's phase and how much of the build is done, 0 to 1; False ends the build."""
+Progress = Callable[[str, float], None]
+"""Called with TensorRT's phase and how much of the build is done, 0 to 1."""
 
 
 class BuildFailure(RuntimeError):
@@ -121,7 +121,7 @@ class Api:
             bits |= 1 << int(flags.EXPLICIT_BATCH)
         return builder.create_network(bits)
 
-    def create_config(self, builder: Any, targets: Sequence[str], progress: Progress | None = None) -> Any:
+    def create_config(self, builder: Any, targets: Sequence[str]) -> Any:
         config = builder.create_builder_config()
         config.clear_flag(self.trt.BuilderFlag.TF32)  # float32 networks are for comparing: they have all their bits
         if self.features.capability_lists:
@@ -129,14 +129,19 @@ class Api:
             for index, target in enumerate(targets):
                 name = target.replace("sm_", "SM")
                 config.set_compute_capability(getattr(self.trt.ComputeCapability, name), index)
-        if progress is not None:
-            config.progress_monitor = _monitor(self.trt, progress)
         return config
 
-    def build(self, builder: Any, network: Any, config: Any) -> bytes:
-        """The serialised engine. BuildFailure names the network, and the node where TensorRT named one."""
+    def build(self, builder: Any, network: Any, config: Any, progress: Progress | None = None) -> bytes:
+        """The serialised engine. BuildFailure names the network, and the node where TensorRT named one.
+
+        What `progress` raises, an interruption for one, ends the build and is raised here.
+        """
         self.log.errors.clear()
+        monitor = _monitor(self.trt, progress or (lambda phase, done: None))
+        config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config)
+        if monitor.error is not None:
+            raise monitor.error
         if plan is None:
             raise self.failure(network.name)
         return bytes(plan)
@@ -224,6 +229,7 @@ def _monitor(trt: Any, progress: Progress) -> Any:
             trt.IProgressMonitor.__init__(self)
             self.phases: dict[str, tuple[float, float, int]] = {}
             self.done = 0.0
+            self.error: BaseException | None = None
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
             begin, share, count = self.phases.get(parent or "", (0.0, 1.0, 1))
@@ -232,7 +238,11 @@ def _monitor(trt: Any, progress: Progress) -> Any:
         def step_complete(self, name: str, step: int) -> bool:
             begin, share, count = self.phases.get(name, (self.done, 0.0, 1))
             self.done = max(self.done, min(1.0, begin + share * (step + 1) / max(1, count)))
-            return progress(name, self.done)
+            try:
+                progress(name, self.done)
+            except BaseException as error:  # no exception may pass through TensorRT's own frames
+                self.error = error
+            return self.error is None
 
         def phase_finish(self, name: str) -> None:
             self.phases.pop(name, None)

@@ -62,8 +62,11 @@ class NetworkEngine:
         first = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
         self._first_expert = torch.tensor([first], dtype=torch.int32)
 
-    def embed(self, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D]."""
+    def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:
+        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D].
+
+        position: only for TorchEngine's simulated routing, which networks have not.
+        """
         inputs = {"ids": ids.to(torch.int32), "first_id": self._first_id}
         return self._summed(self._run("embed", None, len(ids), inputs), len(ids), counts)
 
@@ -91,7 +94,9 @@ class NetworkEngine:
         """[n, H, L] to [n, H, v]."""
         wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
         found = self._run("v_up", layer, len(latents), {"latents": wide})
-        return found["values"] if found else latents.new_empty((len(latents), 0, self.model.v_head_dim))
+        if found:
+            return found["values"]
+        return self._blocks["own"]["final_norm"].new_empty((len(latents), 0, self.model.v_head_dim))
 
     def expand_kv(
         self, layer: int, latents: torch.Tensor, workspace: torch.Tensor

@@ -38,6 +38,8 @@ class Graph:
         self._meaning: list[dict[str, Any]] = [{"segment": segment}]
         self._names: Counter[str] = Counter()
         self._record: list[Any] = []
+        self.kept: list[np.ndarray] = []
+        """Constants: TensorRT reads them when it builds."""
 
     @property
     def fingerprint(self) -> str:
@@ -79,6 +81,7 @@ class Graph:
 
     def constant(self, values: Any, dtype: str) -> Any:
         array = np.asarray(values, dtype=_NUMPY[dtype], order="C")
+        self.kept.append(array)
         return self._node("constant", "add_constant", array.shape, array)
 
     def cast(self, x: Any, dtype: str) -> Any:
@@ -112,8 +115,7 @@ class Graph:
 
     def topk(self, x: Any, k: int, axis: int) -> tuple[Any, Any]:
         """(values, int32 indices) of the k largest along an axis, the largest first."""
-        values = self._node("topk", "add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis, outputs=2)
-        return values
+        return self._node("topk", "add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis, outputs=2)
 
     def gather(self, x: Any, index: Any, axis: int) -> Any:
         """x's slices along `axis` at `index`, whose dimensions take the axis's place."""

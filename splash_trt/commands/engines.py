@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
+from splash_trt.commands.plans import build_plans_beside, build_plans_only, plan_options
 from splash_trt.options import or_fail
 
 
@@ -15,10 +17,16 @@ from splash_trt.options import or_fail
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
 @click.option("--self-contained", is_flag=True, help="Copy the experts too instead of referring to the checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace an engine that is already there.")
-def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool) -> None:
+@plan_options
+def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool, plans: dict[str, Any]) -> None:
     """Make an engine: one folder for any number of ranks and every layout."""
     from splash_engines.build import build_engine
 
+    beside = build_plans_beside(model, plans)
+    if beside is not None and plans["plans_only"]:
+        build_plans_only(beside, out, overwrite)
+        click.echo(f"Built {out}")
+        return
     with click.progressbar(length=1, label=f"Building {out.name}", file=sys.stderr) as bar:
 
         def progress(what: str, done: int, total: int) -> None:
@@ -26,7 +34,7 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool)
             bar.update(done - bar.pos)
 
         kinds = {"self_contained": self_contained, "overwrite": overwrite}
-        or_fail(lambda: build_engine(model, out, progress=progress, **kinds))
+        or_fail(lambda: build_engine(model, out, beside=beside, progress=progress, **kinds))
     click.echo(f"Built {out}")
 
 

@@ -112,7 +112,10 @@ def evaluator(networks: Networks, *, attention: bool = True) -> Iterator[Network
     attention: the plugin mla_attention is networks too, else it is its reference.
     """
 
-    def engine(model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives) -> NetworkEngine:
+    def engine(
+        model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives, routing: str = ""
+    ) -> NetworkEngine:
+        assert not routing
         layout = next(layout for layout, each in SPECS.items() if each is spec)
         return NetworkEngine(model, spec, weights, collectives, EvaluatorExecutor(networks, layout, collectives))
 

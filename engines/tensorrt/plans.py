@@ -1,0 +1,254 @@
+"""Builds every plan that a model needs: one for each kind of segment and local sizes, whoever uses it.
+
+A plan's key is a hash of all that decides its content: the network, the profiles, the GPUs, and the builder with its
+version. So equal segments of other layouts, ranks and models are built once, and again never while the cache lasts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from splash_engines.tensorrt.cache import PlanCache
+from splash_engines.tensorrt.graph import Graph
+from splash_engines.tensorrt.segments import SEGMENTS, Lowering
+from splash_engines.tensorrt.sizes import Sizes, sizes_of
+from splash_engines.trt_api import Api
+from splash_trt.config import Layout
+from splash_trt.layout.spec import SPECS, Tokens
+from splash_trt.models.config import LayerKind, ModelConfig
+
+RECIPE = 1
+"""Counts up when plans of the same network are to be built in another way."""
+SMALL_EXPERTS = 32
+"""Up to so many experts, the form that computes all of them for every token is worth having."""
+
+Range = tuple[int, int, int]
+"""Least, best and largest size of a dimension."""
+Progress = Callable[[str, float], None]
+"""Called with what is being built and how much of everything is done, 0 to 1."""
+
+
+class Form(str, Enum):
+    """Where attention and experts are computed."""
+
+    PLUGIN = "plugin"  # between the networks
+    PRIMITIVE = "primitive"  # in networks of their own, of primitives; for small models
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    targets: tuple[str, ...]
+    """sm_89 and so on."""
+    ranks: tuple[int, ...]
+    """Numbers of ranks that the plans serve."""
+    layouts: tuple[Layout, ...] = tuple(Layout)
+    dtype: str = "bfloat16"
+    max_batch_tokens: int = 8192
+    context_block_tokens: int = 8192
+    page_tokens: int = 64
+    form: Form | None = None
+    """None: the one that suits the model's size."""
+    collectives_in: bool = False
+    """Sums over ranks are DistCollective layers in the networks of layouts whose tokens are everywhere."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1:
+            raise ValueError(f"ranks: {self.ranks} must be one or more numbers of at least 1")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype: {self.dtype!r} is none that networks are built in; give bfloat16 or float32")
+        for name in ("max_batch_tokens", "context_block_tokens", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+
+    def form_for(self, model: ModelConfig) -> Form:
+        if self.form is not None:
+            return self.form
+        many = model.experts is not None and model.experts.num_experts > SMALL_EXPERTS
+        return Form.PLUGIN if many else Form.PRIMITIVE
+
+    def profiles(self, model: ModelConfig) -> tuple[Mapping[str, Range], ...]:
+        """Of decode steps and of prefill steps, by the dimensions' names (graph.input)."""
+        pages = -(-model.max_positions // self.page_tokens)
+        same = {
+            "C": _range(2048, self.context_block_tokens),
+            "U": _range(16, pages),
+            "rows": _range(1 << 16, (1 << 31) // max(1, model.row_width)),
+        }
+        few, many = _range(64, min(512, self.max_batch_tokens)), _range(2048, self.max_batch_tokens)
+        kinds = [few] if many[2] <= few[2] else [few, many]
+        return tuple({**same, "T": tokens, "n": tokens} for tokens in kinds)
+
+
+def _range(best: int, most: int) -> Range:
+    return 1, min(best, most), most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One rank under one layout: the plan's key of each kind that it has something to compute for.
+
+    A kind is a name of segments.SEGMENTS, or attend_absorbed.H and attend_expanded.H for H heads.
+    """
+
+    num_ranks: int
+    layout: Layout
+    rank: int
+    plans: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """inputs and outputs: (name, shape with -1 for what varies, type as TensorRT calls it)."""
+
+    key: str
+    kind: str
+    num_layers: int
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSet:
+    builder: str
+    """Package and version."""
+    settings: PlanSettings
+    form: Form
+    plans: Mapping[str, Plan]
+    """By key."""
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    plans: PlanSet
+    seconds: Mapping[str, float]
+    """What building each plan took, whenever that was."""
+    cached: frozenset[str]
+    """Keys of plans that were there before."""
+
+
+def build_plans(
+    api: Api, model: ModelConfig, settings: PlanSettings, cache: PlanCache, progress: Progress | None = None
+) -> Built:
+    """Build what `cache` does not hold yet. BuildFailure names the segment and the node."""
+    builder = api.create_builder()
+    waiting: dict[str, tuple[str, Graph]] = {}
+    uses = tuple(_uses(api, builder, model, settings, waiting))
+    plans: dict[str, Plan] = {}
+    seconds: dict[str, float] = {}
+    cached: set[str] = set()
+    for index, (key, (kind, graph)) in enumerate(waiting.items()):
+
+        def report(phase: str, done: float, index: int = index, kind: str = kind) -> None:
+            if progress is not None:
+                progress(kind, (index + done) / len(waiting))
+
+        report("", 0.0)
+        entry = cache.find(key)
+        if entry is not None:
+            cached.add(key)
+        else:
+            begin = time.monotonic()
+            config = api.create_config(builder, settings.targets)
+            for profile in settings.profiles(model):
+                config.add_optimization_profile(_profile(builder, graph, profile))
+            data = api.build(builder, graph.network, config, report)
+            entry = cache.add(key, data, time.monotonic() - begin)
+        plans[key] = _plan(key, kind, graph, entry)
+        seconds[key] = entry["seconds"]
+    if progress is not None:
+        progress("", 1.0)
+    found = PlanSet(
+        builder=f"{api.name} {api.version}", settings=settings, form=settings.form_for(model), plans=plans, uses=uses
+    )
+    return Built(plans=found, seconds=seconds, cached=frozenset(cached))
+
+
+def kinds_of(model: ModelConfig, sizes: Sizes, form: Form) -> list[tuple[str, int]]:
+    """(kind, heads) of every segment that a rank may have; heads is 0 but for attention's primitive form."""
+    kinds = [kind for kind in SEGMENTS if kind not in ("moe", "moe_in", "dense_mlp")]
+    if LayerKind.DENSE in model.layers:
+        kinds.append("dense_mlp")
+    if LayerKind.MOE in model.layers:
+        kinds.append("moe" if form is Form.PRIMITIVE else "moe_in")
+    found = [(kind, 0) for kind in kinds]
+    if form is Form.PRIMITIVE:
+        absorbed, *expanded = sizes.attend_heads
+        found += [("attend_absorbed", absorbed)] if absorbed else []
+        found += [("attend_expanded", heads) for heads in sorted(set(expanded))]
+    return found
+
+
+def _uses(
+    api: Api, builder: Any, model: ModelConfig, settings: PlanSettings, waiting: dict[str, tuple[str, Graph]]
+) -> Iterator[Use]:
+    """Who needs what; `waiting` gets each different network once."""
+    seen: dict[Any, tuple[str, str] | None] = {}
+    for num_ranks in settings.ranks:
+        for layout in settings.layouts:
+            summed = settings.collectives_in and SPECS[layout].tokens is Tokens.EVERYWHERE and num_ranks > 1
+            lowering = Lowering(
+                api=api, builder=builder, model=model, dtype=settings.dtype, num_ranks=num_ranks if summed else 0
+            )
+            for rank in range(num_ranks):
+                sizes = sizes_of(model, layout, rank, num_ranks, settings.page_tokens)
+                plans = {}
+                for kind, heads in kinds_of(model, sizes, settings.form_for(model)):
+                    made = (kind, heads, sizes, lowering.num_ranks)
+                    if made not in seen:
+                        graph = lowering(kind, sizes, heads)
+                        seen[made] = None
+                        if graph is not None:
+                            key = _key(api, model, settings, graph)
+                            waiting.setdefault(key, (graph.segment, graph))
+                            seen[made] = (graph.segment, key)
+                    if (found := seen[made]) is not None:
+                        plans[found[0]] = found[1]
+                yield Use(num_ranks=num_ranks, layout=layout, rank=rank, plans=plans)
+
+
+def _key(api: Api, model: ModelConfig, settings: PlanSettings, graph: Graph) -> str:
+    profiles = [sorted(profile.items()) for profile in settings.profiles(model)]
+    content = [RECIPE, api.name, api.version, list(settings.targets), profiles, graph.fingerprint]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def _profile(builder: Any, graph: Graph, ranges: Mapping[str, Range]) -> Any:
+    profile = builder.create_optimization_profile()
+    for i in range(graph.network.num_inputs):
+        tensor = graph.network.get_input(i)
+        if -1 in tensor.shape:
+            names = [tensor.get_dimension_name(axis) for axis in range(len(tensor.shape))]
+            shapes = [
+                tuple(ranges[name][end] if n < 0 else n for n, name in zip(tensor.shape, names, strict=True))
+                for end in range(3)
+            ]
+            profile.set_shape(tensor.name, *shapes)
+    return profile
+
+
+def _plan(key: str, kind: str, graph: Graph, entry: Mapping[str, Any]) -> Plan:
+    network = graph.network
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    return Plan(
+        key=key,
+        kind=kind,
+        num_layers=network.num_layers,
+        inputs=_tensors(inputs),
+        outputs=_tensors(outputs),
+        num_bytes=entry["num_bytes"],
+        checksum=entry["checksum"],
+    )
+
+
+def _tensors(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    return tuple((t.name, tuple(t.shape), t.dtype.name) for t in tensors)
