@@ -238,7 +238,7 @@ def compile_in_child(job: tuple[int, DecodeConfig]) -> None:
 
 def sweep(checks: Checks, queries: int, heads: int, context: int) -> None:
     rows = queries * context
-    num_layers = max(2, min(47, int(300e6 / (rows * WIDTH * 2))))
+    num_layers = max(2, min(256, int(300e6 / (rows * WIDTH * 2))))
     case = attention([context] * queries, heads, torch.bfloat16, num_layers)
     want = attention_wanted(case)
     properties = torch.cuda.get_device_properties(0)
