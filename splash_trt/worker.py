@@ -25,6 +25,9 @@ class Worker:
     def send(self, plan: Plan) -> Callable[[], StepResult]:
         """Rank 0: give a plan to all ranks and execute this rank's part. What it returns gives the result."""
         self.world.control.send(Kind.PLAN, plans.encode(plan))
+        if self.world.device.type != "cpu":
+            # From here on this rank's device waits for the others' devices, and now and then the host for its device.
+            self.world.control.settle()
         take = self._launch(plan)
 
         def result() -> StepResult:

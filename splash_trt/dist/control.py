@@ -71,6 +71,11 @@ class Control(ABC):
         """Rank 0, when it idles outside collectives: lets messages that are still on their way go on."""
         return
 
+    def settle(self) -> None:
+        """Rank 0, before it waits for something that other ranks have to do first, outside this channel: returns when
+        they have taken all messages, since a long one travels only while this rank looks after it."""
+        return
+
     def send_object(self, value: object) -> None:
         """Rank 0 only: `send` of a value that msgpack can carry."""
         self.send(Kind.OBJECT, msgspec.msgpack.encode(value))

@@ -78,6 +78,11 @@ class MpiControl(Control):
             while sent and sent[0].Test():
                 sent.popleft()
 
+    def settle(self) -> None:
+        self._watch.enter(Phase.CONTROL)
+        self._await_taken(0)
+        self._watch.leave()
+
     def receive(self) -> Message:
         assert self.rank != 0
         self._watch.idle()

@@ -97,7 +97,7 @@ class DeviceRunner:
         self._mover = Mover(self.storage, self.weights, collectives)
         self._sampler = Sampler(collectives, first, model.vocab_size)
         self._compiler = compiler_of(tokenizer, model.vocab_size, model.eos_token_ids)
-        self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler)
+        self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler, self._device)
 
     def check_grammar(self, grammar: Grammar) -> None:
         """ValueError if it does not compile, or this deployment can follow none."""
