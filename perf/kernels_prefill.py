@@ -8,19 +8,21 @@ of the work; a causal pair of query and key is counted once. Keys and values of 
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import triton
 
-from splash_plugins.mla_attention import prefill_reference, prefill_sdpa
+from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference, prefill_sdpa
 from splash_plugins.mla_attention.gather_kernel import gather_rows
-from splash_plugins.mla_attention.prefill_kernel import NO_TILE, Blocks, prefill, tiles_of
+from splash_plugins.mla_attention.prefill_kernel import NO_TILE, Blocks, _prefill_kernel, prefill, tiles_of
 from splash_plugins.mla_attention.reference import mla_prefill
 
 FLASH = (192, 64, 256)  # nope, rope, v of glm-4.7-flash
@@ -43,10 +45,12 @@ CUTS = {
         Blocks(block_m=64, block_n=64, warps=4, stages=2, tma=True),
     ),
 }
-COMPILERS = 10
+HALVES = (torch.bfloat16, torch.float16)
+COMPILERS = 14
+DEADLINE = 150  # seconds
 Way = Callable[["Case", bool], None]
-# Head dims, cuts, dtype, whether results are float32, whether they are merged.
-Task = tuple[tuple[int, int, int], "Blocks | None", torch.dtype, bool, bool]
+# Head dims, cuts or the Hopper kernel, dtype, whether results are float32, whether they are merged.
+Task = tuple[tuple[int, int, int], "Blocks | str | None", torch.dtype, bool, bool]
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Case:
     def flops(self) -> float:
         position = self.position.cpu().numpy()
         pairs = sum(
-            np.clip(position[begin:end] - first + 1, 0, key_end - key_begin).sum()
+            int(np.clip(position[begin:end] - first + 1, 0, key_end - key_begin).sum())
             for begin, end, key_begin, key_end, first in self.segments.tolist()
         )
         return 2.0 * float(pairs) * self.q.shape[1] * (self.q.shape[2] + self.v.shape[2])
@@ -86,7 +90,9 @@ def make_case(
 ) -> Case:
     """A segment for each (queries, keys): the queries are the last positions of the keys."""
     nope, rope, vd = dims
-    segments, positions, key = [], [], 0
+    segments: list[tuple[int, ...]] = []
+    positions: list[np.ndarray] = []
+    key = 0
     for num_queries, num_keys in chunks:
         query = sum(len(p) for p in positions)
         segments.append((query, query + num_queries, key, key + num_keys, 0))
@@ -112,7 +118,11 @@ def make_case(
 
 
 def triton_way(blocks: Blocks | None) -> Way:
-    return lambda case, merge: prefill(*case.arguments(merge), blocks=blocks)  # type: ignore[arg-type]
+    return lambda case, merge: prefill(*case.arguments(merge), blocks=blocks)  # type: ignore[arg-type, misc]
+
+
+def hopper_way() -> Way:
+    return lambda case, merge: prefill_hopper_kernel.prefill(*case.arguments(merge))  # type: ignore[arg-type]
 
 
 def sdpa_way(backend: str) -> Way:
@@ -143,8 +153,9 @@ class Checks:
     def whole(self, what: str, case: Case, way: Way) -> None:
         """All results against the reference, at once and in three merged rounds."""
         dtype = case.q.dtype
-        wide = [t.float() for t in (case.q, case.rows, case.k_nope, case.v, case.out, case.lse)]
-        want = Case(case.name, wide[0], case.position, *wide[1:4], case.segments, *wide[4:])
+        q, rows, k_nope, v = (t.float() for t in (case.q, case.rows, case.k_nope, case.v))
+        wide_out, wide_lse = torch.empty_like(case.out, dtype=torch.float32), torch.empty_like(case.lse)
+        want = Case(case.name, q, case.position, rows, k_nope, v, case.segments, wide_out, wide_lse)
         prefill_reference.prefill(*want.arguments(False))  # type: ignore[arg-type]
         way(case, False)
         self.see(f"{what} {case.name}", dtype, (case.out, want.out), (case.lse, want.lse))
@@ -184,15 +195,18 @@ def ways(dims: tuple[int, int, int]) -> Iterator[tuple[str, Way]]:
 
 
 def compile_one(task: Task) -> None:
-    """Leaves the kernel in Triton's cache for the process that measures."""
-    dims, blocks, dtype, wide, merge = task
+    """Leaves the kernel in Triton's cache for the process that measures; runs nothing."""
+    dims, way, dtype, wide, merge = task
+    for kernel in (_prefill_kernel, prefill_hopper_kernel._prefill_hopper_kernel):
+        kernel.run = partial(_only_compile, kernel.run)
     case = make_case("compile", [(130, 200)], 10, dims, dtype)
     if wide:
         case.out = case.out.float()
-    try:
-        triton_way(blocks)(case, merge)
-    except triton.runtime.errors.OutOfResources:
-        return
+    hopper_way()(case, merge) if isinstance(way, str) else triton_way(way)(case, merge)
+
+
+def _only_compile(run: Callable[..., object], *arguments: object, warmup: bool, **options: object) -> None:
+    run(*arguments, warmup=True, **options)
 
 
 def precompile() -> None:
@@ -201,6 +215,7 @@ def precompile() -> None:
         tasks += [(dims, cut, torch.bfloat16, False, False) for cut in cuts]
         results = ((False, False), (True, False), (True, True))
         tasks += [(dims, None, dtype, wide, merge) for dtype in TOLERANCE for wide, merge in results]
+        tasks += [(dims, "hopper", dtype, *result) for dtype in HALVES for result in results]
     with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, tasks))
 
@@ -208,9 +223,7 @@ def precompile() -> None:
 def check(checks: Checks) -> None:
     for dims in CUTS:
         for dtype in TOLERANCE:
-            chunks = [(300, 300), (1, 77), (130, 1000), (64, 64)]
-            case = make_case(f"small {dims}", chunks, 5, dims, dtype)
-            checks.whole("triton", case, triton_way(None))
+            checks.whole("triton", small_case(dims, dtype), triton_way(None))
     for backend in ("cudnn", "flash"):
         case = make_case("small", [(256, 256), (128, 640)], 4, FLASH, torch.bfloat16)
         try:
@@ -228,9 +241,21 @@ def check(checks: Checks) -> None:
     checks.see("gather_rows", torch.bfloat16, (out, want))
 
 
-def measure(checks: Checks, case: Case, dims: tuple[int, int, int]) -> None:
+def small_case(dims: tuple[int, int, int], dtype: torch.dtype) -> Case:
+    return make_case(f"small {dims}", [(300, 300), (1, 77), (130, 1000), (64, 64)], 5, dims, dtype)
+
+
+def check_hopper(checks: Checks) -> None:
+    for dims in CUTS:
+        for dtype in HALVES:
+            case = small_case(dims, dtype)
+            assert prefill_hopper_kernel.supports(case.q, case.rows, case.k_nope, case.v)
+            checks.whole("hopper", case, hopper_way())
+
+
+def measure(checks: Checks, case: Case, ways: Iterable[tuple[str, Way]]) -> None:
     flops = case.flops()
-    for name, way in ways(dims):
+    for name, way in ways:
         try:
             case.out.fill_(torch.nan)
             way(case, False)
@@ -259,10 +284,16 @@ def main() -> int:
         ("1 x 8192, h 64, v3", [(8192, 8192)], 64, V3),
     )
     for name, chunks, heads, dims in shapes:
-        measure(checks, make_case(name, chunks, heads, dims, torch.bfloat16), dims)
+        measure(checks, make_case(name, chunks, heads, dims, torch.bfloat16), ways(dims))
+    # Last: a mistake in its barriers would never end.
+    check_hopper(checks)
+    print(f"checked after {time.perf_counter() - begin:.0f} s, {checks.failed} wrong", flush=True)
+    for name, chunks, heads, dims in shapes:
+        measure(checks, make_case(name, chunks, heads, dims, torch.bfloat16), [("hopper", hopper_way())])
     print(f"done after {time.perf_counter() - begin:.0f} s, {checks.failed} wrong")
     return int(checks.failed > 0)
 
 
 if __name__ == "__main__":
+    signal.alarm(DEADLINE)
     sys.exit(main())

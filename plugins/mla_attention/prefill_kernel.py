@@ -2,9 +2,7 @@
 
 E queries here, h heads, nope and R (rope) parts of the head dim, vd value dim, C rows of the round's buffer, S
 segments, n tiles. Flash attention (Dao, arXiv:2307.08691): a program keeps one tile of queries of one head and walks
-its keys. The scores of block j + 1 are issued before block j is softmaxed, so that the tensor cores stay busy meanwhile
-(Shah et al., arXiv:2407.08608, section 3.2). The rope part of a key is the same for all heads and is read from the
-context rows.
+its keys. The rope part of a key is the same for all heads and is read from the context rows.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -53,7 +51,7 @@ def _scores(
     BLOCK_N: tl.constexpr, NOPE: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr,
     ROPE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] float32, unscaled. The widest product comes last: only that one overlaps the softmax."""
+    """[BLOCK_M, BLOCK_N] float32, unscaled."""
     ropes = _load(key_ropes, row, end, rope_stride, 0, BLOCK_N, R, ROPE, TMA)
     scores = tl.dot(q_rope, ropes.T, input_precision=PRECISION)
     if TAIL > 0:
@@ -160,28 +158,22 @@ def _prefill_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
-    scores = _scores(
-        q_main, q_tail, q_rope, keys, keys_tail, key_ropes, key_begin, end, key_stride, rope_stride, key_column,
-        BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
-    )  # fmt: skip
     for row in tl.range(key_begin, full_end, BLOCK_N):
-        following = _scores(
-            q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row + BLOCK_N, end, key_stride, rope_stride, key_column,
+        scores = _scores(
+            q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row, end, key_stride, rope_stride, key_column,
             BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
         )  # fmt: skip
         v = _load(values, row, end, value_stride, value_column, BLOCK_N, VD, VALUE, TMA)
         top, total, acc = _accumulate(scores, top, total, acc, v, scale, False, PRECISION)
-        scores = following
     for row in tl.range(full_end, end, BLOCK_N):
-        following = _scores(
-            q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row + BLOCK_N, end, key_stride, rope_stride, key_column,
+        scores = _scores(
+            q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row, end, key_stride, rope_stride, key_column,
             BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
         )  # fmt: skip
         # Past `end` may lie anything, which times a probability of 0 may be no number: not through the descriptor.
         v = _load(value_data, row, end, value_stride, value_column, BLOCK_N, VD, VALUE, False)
         scores = tl.where((row + tl.arange(0, BLOCK_N))[None, :] < visible[:, None], scores, float("-inf"))
         top, total, acc = _accumulate(scores, top, total, acc, v, scale, True, PRECISION)
-        scores = following
     _finish(acc, top, total, out, lse, query, valid, out_stride, lse_stride, VD, VALUE, HAS_LSE, MERGE)
 
 
@@ -197,10 +189,9 @@ class Blocks:
     tma: bool = False
 
     def shared_bytes(self, depth: int, value: int, itemsize: int) -> int:
-        """About what a block asks for: queries, keys and values of every stage, part of the first block's keys."""
-        first = self.block_n * min(depth, 128) * itemsize + 2048
+        """About what a block asks for: queries, keys and values of every stage."""
         keys = self.block_n * (depth + value) * itemsize
-        return self.block_m * depth * itemsize + keys * self.stages + first
+        return self.block_m * depth * itemsize + keys * self.stages + 4096
 
 
 def split_nope(nope: int) -> tuple[int, int]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from splash_plugins.mla_attention import prefill_hopper_kernel
 from splash_plugins.mla_attention.gather_kernel import BLOCK_ROWS, _gather_kernel
 from splash_plugins.mla_attention.prefill_kernel import (
     HEAD_GROUP,
@@ -16,7 +20,6 @@ from tests.kernels.aot import Kernel, Target
 
 # (nope, rope, v), dtype, merge: glm-4.7-flash, deepseek-v3, and a tiny model
 CASES = (
-    ((192, 64, 256), "bf16", False),
     ((192, 64, 256), "bf16", True),
     ((128, 64, 128), "bf16", True),
     ((24, 8, 20), "fp32", True),
@@ -50,6 +53,31 @@ def prefill_kernel(dims: tuple[int, int, int], dtype: str, blocks: Blocks, merge
     )
 
 
+class GluonKernel(Kernel):
+    def source(self) -> GluonASTSource:
+        plain = super().source()
+        return GluonASTSource(self.function, plain.signature, self.constexprs, plain.attrs)
+
+
+def hopper_kernel(dims: tuple[int, int, int], merge: bool) -> Kernel:
+    nope, rope, vd = dims
+    keys = prefill_hopper_kernel.block_n(vd)
+    layout = repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+    shapes = {"q": (64, 64), "keys": (keys, 64), "ropes": (keys, 64), "values": (keys, vd)}
+    types = {name: f"tensordesc<bf16[{rows}, {columns}],{layout}>" for name, (rows, columns) in shapes.items()}
+    types |= {name: "*i32" for name in ("position", "segments", "tiles")}
+    types |= {"out": "*fp32" if merge else "*bf16", "lse": "*fp32", "scale": "fp32"}
+    strides = ("q_head", "key_head", "value_head", "out_stride", "out_head")
+    types |= dict.fromkeys(("num_tiles", "heads", "lse_stride", "lse_head", *strides), "i32")
+    constexprs = {
+        "NOPE": nope, "R": rope, "VD": vd, "BLOCK_N": keys, "STAGES": prefill_hopper_kernel.STAGES,
+        "GROUP": HEAD_GROUP, "HAS_LSE": True, "MERGE": merge,
+        "CONSUMER_REGISTERS": prefill_hopper_kernel.CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": prefill_hopper_kernel.PRODUCER_REGISTERS,
+    }  # fmt: skip
+    return GluonKernel(prefill_hopper_kernel._prefill_hopper_kernel, types, constexprs, {"num_warps": 4}, strides)
+
+
 def gather_kernel(width: int) -> Kernel:
     types = {"pages": "*bf16", "page": "*i32", "offset": "*i32", "out": "*bf16"}
     strides = ("page_stride", "row_stride", "out_stride")
@@ -69,4 +97,6 @@ def kernels(target: Target) -> list[Kernel]:
         tma = has_tma and dtype == "bf16"
         blocks = choose_blocks(*dims, 2 if dtype == "bf16" else 4, target.shared_bytes, tma)
         found.append(prefill_kernel(dims, dtype, blocks, merge))
+    if target.name == "sm_90":
+        found += [hopper_kernel(dims, merge) for dims, dtype, merge in CASES if dtype == "bf16"]
     return found
