@@ -41,10 +41,12 @@ def mpirun_command(num_ranks: int, argv: Sequence[str], *, on_gpus: bool = False
     transport = "sm" if release >= 5 else "vader"
     flags += ["--mca", "btl", f"self,{transport}", "--mca", "mpi_yield_when_idle", "0" if on_gpus else "1"]
     if on_gpus:
-        # A plan of so many bytes leaves at once. A larger one waits until rank 0, which has a step of its own to
-        # launch by then, calls MPI again.
-        for limit in ("eager_limit", "max_send_size"):
-            flags += ["--mca", f"btl_{transport}_{limit}", str(EAGER_BYTES)]
+        # A plan of up to so many bytes (of a thousand decoding requests) leaves at once. A larger one may wait until
+        # rank 0, which has a step of its own to launch by then, calls MPI again. Buffers of that size come from a
+        # shared segment of few MiB: not 64 more at a time.
+        sizes = {"eager_limit": EAGER_BYTES, "max_send_size": EAGER_BYTES, "free_list_inc": 8}
+        for name, value in sizes.items():
+            flags += ["--mca", f"btl_{transport}_{name}", str(value)]
     elif release >= 5:
         # Only the three yield settings together keep a waiting rank off its core: without the last two it burns it.
         flags += ["--mca", "threads_pthreads_yield_strategy", "nanosleep"]
