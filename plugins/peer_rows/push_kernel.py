@@ -1,14 +1,19 @@
-"""The sum of few rows: each rank writes its own into the others' memory, whose arrival is its own signal.
+"""Sums and gathers of few rows: each rank writes its own into the others' memory, where their arrival is the signal.
 
 To meet and then to read costs a signal's way to the other GPU, a read's way there and the way back. Rows that are
-written to where they are needed take one way. Nothing else is sent, so the reader must tell from a number alone
-whether it is there: each rank has a slot for every other, full of zero bits. Numbers are sent with their sign bit
-turned, so that only -0 would be zero bits, and that goes as 0. The reader looks until no number is zero bits, and
-leaves them so.
+written to where they are needed take one way. The reader must tell from a number alone whether it is there: each rank
+has slots full of zero bits. Numbers are sent with their sign bit turned, so that only -0 would be zero bits, and that
+goes as 0. The reader looks until no number is zero bits, and leaves them so.
 
-There are two sets of slots, used in turn. A rank writes to a set for operation k + 2 when its k + 1 is done, for which
-it had to have something of every other rank's k + 1 (rows here, a meeting in other operations); that came from a kernel
-that began when the rank's k was done, so the slots of k had been read and were zero bits again.
+There are two sets of slots and tokens, used in turn. A rank writes to a set for operation k + 2 when its k + 1 is
+done, for which it had to have something of every other rank's k + 1: rows, a token where a rank may have no rows for
+it, or a meeting in operations of kernel.py. That came from a kernel that began when the rank's k was done, so what k
+used had been read and was zero bits again. For the same reason these operations are as good as a meeting for all that
+rests on one.
+
+Block b waits only for what block b of another rank sends, and sends all it has to send before. `bases` [N] are the
+mailboxes; `start` is where the current slots begin in each, `tokens` where the current tokens do. Slots hold what is
+sent as integers of the same size, INTEGER, whose sign bit is SIGN.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import triton.language as tl
 
 from splash_plugins.peer_rows.kernel import _wide
 
-# The sign bit by the bytes of a number, as signed integers.
+# By the bytes of a number.
 SIGN = {2: -(1 << 15), 4: -(1 << 31), 8: -(1 << 63)}
 
 
@@ -28,13 +33,48 @@ def _slot(bases, rank, start, INTEGER: tl.constexpr):
 
 
 @triton.jit
-def _arrived(at, mask):
-    """What lies there once all of it has come; leaves zero bits."""
+def _sent(x, INTEGER: tl.constexpr, SIGN: tl.constexpr):
+    bits = x.to(INTEGER, bitcast=True)
+    return tl.where(bits == SIGN, SIGN, bits ^ SIGN).to(INTEGER)
+
+
+@triton.jit
+def _arrived(at, mask, like, INTEGER: tl.constexpr, SIGN: tl.constexpr):
+    """What was sent there, in like's dtype, once all of it has come; leaves zero bits."""
     bits = tl.load(at, mask=mask, other=1, volatile=True)
     while tl.max((bits == 0).to(tl.int32), axis=0) != 0:
         bits = tl.load(at, mask=mask, other=1, volatile=True)
+    tl.debug_barrier()  # no thread looks at what another has cleared
     tl.store(at, tl.zeros_like(bits), mask=mask)
-    return bits
+    return (bits ^ SIGN).to(INTEGER).to(like.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
+def _tokens(bases, tokens, rank, SIZE: tl.constexpr):
+    """Something from and for every other rank; that of rank r lies at tokens + 4 * r."""
+    if tl.program_id(0) == 0:
+        for peer in tl.static_range(SIZE):
+            if peer != rank:
+                tl.store(_slot(bases, peer, tokens, tl.int32) + rank, 1)
+        for peer in tl.static_range(SIZE):
+            if peer != rank:
+                at = _slot(bases, rank, tokens, tl.int32) + peer
+                while tl.load(at, volatile=True) == 0:
+                    pass
+                tl.debug_barrier()
+                tl.store(at, 0)
+
+
+@triton.jit
+def _add_row(total, hidden, scale, out, mask, width, eps, NORM: tl.constexpr):
+    """hidden += total, out = norm(hidden) * scale: one row, rounded as kernel.sum_rows_kernel does."""
+    element = hidden.dtype.element_ty
+    new = (_wide(tl.load(hidden, mask=mask, other=0.0)) + _wide(total.to(element))).to(element)
+    tl.store(hidden, new, mask=mask)
+    if NORM:
+        x = _wide(new)
+        x = x * (1 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps))
+        tl.store(out, (_wide(x.to(element)) * scale).to(element), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "start", "num_rows"])
@@ -56,33 +96,117 @@ def push_sum_rows_kernel(
     NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """hidden [num_rows, width] += partial of all ranks, out = norm(hidden) * weight, as kernel.sum_rows_kernel.
+    """hidden [num_rows, width] += partial of all ranks, out = norm(hidden) * weight. partial may lie anywhere.
 
-    bases [N]: the mailboxes; in each, rank r's slot of SLOT_BYTES lies at start + r * SLOT_BYTES. partial may lie
-    anywhere. INTEGER: as wide as its numbers.
+    What rank r sends lies at start + r * SLOT_BYTES.
     """
     column = tl.arange(0, COLUMNS)
     mask = column < width
-    if NORM:
-        scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + column
-        mine = tl.load(partial + at, mask=mask, other=0.0).to(INTEGER, bitcast=True)
-        mine = tl.where(mine == SIGN, SIGN, mine ^ SIGN).to(INTEGER)
+        mine = tl.load(partial + at, mask=mask, other=0.0)
+        bits = _sent(mine, INTEGER, SIGN)
         for peer in tl.static_range(SIZE):
             if peer != rank:
-                tl.store(_slot(bases, peer, start + rank * SLOT_BYTES, INTEGER) + at, mine, mask=mask)
-        old = _wide(tl.load(hidden + at, mask=mask, other=0.0))
-        total = tl.zeros_like(old)
+                tl.store(_slot(bases, peer, start + rank * SLOT_BYTES, INTEGER) + at, bits, mask=mask)
+        total = tl.zeros_like(_wide(mine))
         for peer in tl.static_range(SIZE):
             part = mine
             if peer != rank:
-                part = _arrived(_slot(bases, rank, start + peer * SLOT_BYTES, INTEGER) + at, mask)
-            total += _wide((part ^ SIGN).to(INTEGER).to(hidden.dtype.element_ty, bitcast=True))
-        new = (old + _wide(total.to(hidden.dtype.element_ty))).to(hidden.dtype.element_ty)
-        tl.store(hidden + at, new, mask=mask)
-        if NORM:
-            x = _wide(new)
-            x = x * (1 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps))
-            x = _wide(x.to(hidden.dtype.element_ty)) * scale
-            tl.store(out + at, x.to(hidden.dtype.element_ty), mask=mask)
+                slot = _slot(bases, rank, start + peer * SLOT_BYTES, INTEGER)
+                part = _arrived(slot + at, mask, partial, INTEGER, SIGN)
+            total += _wide(part)
+        _add_row(total, hidden + at, scale, out + at, mask, width, eps, NORM)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "tokens"])
+def push_sum_spread_kernel(
+    bases,
+    start,
+    tokens,
+    partial,
+    hidden,
+    weight,
+    out,
+    offsets,
+    width,
+    eps,
+    rank,
+    SIZE: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SIGN: tl.constexpr,
+    NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """As push_sum_rows_kernel, but hidden is rows offsets[rank] … offsets[rank + 1] - 1 of partial, whose other rows go
+    to the ranks that they belong to."""
+    column = tl.arange(0, COLUMNS)
+    mask = column < width
+    scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            first = tl.load(offsets + peer)
+            slot = _slot(bases, peer, start + rank * SLOT_BYTES, INTEGER)
+            for row in range(tl.program_id(0), tl.load(offsets + peer + 1) - first, tl.num_programs(0)):
+                part = tl.load(partial + (first + row) * width + column, mask=mask, other=0.0)
+                tl.store(slot + row * width + column, _sent(part, INTEGER, SIGN), mask=mask)
+    _tokens(bases, tokens, rank, SIZE)
+    mine = tl.load(offsets + rank)
+    for row in range(tl.program_id(0), tl.load(offsets + rank + 1) - mine, tl.num_programs(0)):
+        at = row * width + column
+        own = tl.load(partial + mine * width + at, mask=mask, other=0.0)
+        total = tl.zeros_like(_wide(own))
+        for peer in tl.static_range(SIZE):
+            part = own
+            if peer != rank:
+                slot = _slot(bases, rank, start + peer * SLOT_BYTES, INTEGER)
+                part = _arrived(slot + at, mask, partial, INTEGER, SIGN)
+            total += _wide(part)
+        _add_row(total, hidden + at, scale, out + at, mask, width, eps, NORM)
+
+
+@triton.jit(do_not_specialize=["rank", "start", "tokens", "num_rows"])
+def push_gather_kernel(
+    bases,
+    start,
+    tokens,
+    x,
+    offsets,
+    out,
+    num_rows,
+    width,
+    rank,
+    SIZE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SIGN: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [total, width]: rank r's first offsets[r + 1] - offsets[r] rows of x [num_rows, width], or all where it is
+    not SPREAD, stacked. Row i of the stack is sent to row i after start."""
+    chunks = tl.cdiv(width, BLOCK)
+    first = tl.load(offsets + rank) if SPREAD else rank * num_rows
+    count = tl.load(offsets + rank + 1) - first if SPREAD else num_rows
+    for item in range(tl.program_id(0), count * chunks, tl.num_programs(0)):
+        row = item // chunks
+        column = item % chunks * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + row * width + column, mask=column < width, other=0.0)
+        bits = _sent(value, INTEGER, SIGN)
+        at = (first + row) * width + column
+        for peer in tl.static_range(SIZE):
+            if peer != rank:
+                tl.store(_slot(bases, peer, start, INTEGER) + at, bits, mask=column < width)
+        tl.store(out + at, value, mask=column < width)
+    _tokens(bases, tokens, rank, SIZE)
+    slots = _slot(bases, rank, start, INTEGER)
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            begin = tl.load(offsets + peer) if SPREAD else peer * num_rows
+            length = tl.load(offsets + peer + 1) - begin if SPREAD else num_rows
+            for item in range(tl.program_id(0), length * chunks, tl.num_programs(0)):
+                column = item % chunks * BLOCK + tl.arange(0, BLOCK)
+                at = (begin + item // chunks) * width + column
+                value = _arrived(slots + at, column < width, out, INTEGER, SIGN)
+                tl.store(out + at, value, mask=column < width)

@@ -1,9 +1,9 @@
 """How a rank's mailbox is divided: what the other ranks read of it, or write to it.
 
-    [ flags | slots of half 0: N | slots of half 1: N | half 0 | half 1 ]
+    [ flags | tokens of half 0, half 1 | slots of half 0: N | slots of half 1: N | half 0 | half 1 ]
 
-Flags are how ranks meet (plugins/peer_rows/kernel.py), slots what sums of few rows are pushed to (push_kernel.py), and
-the halves hold what is read, in turn (runtime/peers_cuda.py says why two are enough).
+Flags are how ranks meet (plugins/peer_rows/kernel.py), tokens and slots what few rows are pushed to (push_kernel.py),
+and the halves hold what is read, in turn (runtime/peers_cuda.py says why two are enough).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ALIGNMENT = 256
 SLOT_BYTES = 256 << 10
 """The most that a rank pushes to each other rank in a sum."""
 SLOTS_BYTES = 2 * kernel.MAX_RANKS * SLOT_BYTES
-HALVES_AT = kernel.FLAG_BYTES + SLOTS_BYTES
+SLOTS_AT = kernel.FLAG_BYTES + 2 * ALIGNMENT
+HALVES_AT = SLOTS_AT + SLOTS_BYTES
 
 
 def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -> int:
@@ -57,9 +58,14 @@ class Mailbox:
         self._half, self._used = 0, 0
 
     @property
+    def tokens(self) -> int:
+        """Where the current half's tokens begin."""
+        return kernel.FLAG_BYTES + self._half * ALIGNMENT
+
+    @property
     def slots(self) -> int:
         """Where the current half's slots begin."""
-        return kernel.FLAG_BYTES + self._half * kernel.MAX_RANKS * SLOT_BYTES
+        return SLOTS_AT + self._half * kernel.MAX_RANKS * SLOT_BYTES
 
     @property
     def start(self) -> int:

@@ -1,8 +1,8 @@
 """`Peers` over memory mapped into every rank of a host: one kernel an operation, which meets the other ranks and reads
 what they have to give where it lies. NCCL is not involved, and neither is NVLink's multicast.
 
-Each rank has a mailbox (mailbox.py) with flags (plugins/peer_rows/kernel.py says how ranks meet), slots for sums of few
-rows, which are pushed there instead of read (push_kernel.py says why and how), and two halves.
+Each rank has a mailbox (mailbox.py) with flags (plugins/peer_rows/kernel.py says how ranks meet), slots for few rows,
+which are pushed there instead of read (push_kernel.py says why and how), and two halves.
 
 `buffer` gives memory of the current half, one piece after another; every operation meets the others once, then reads
 the current half of all mailboxes, and makes the other half the current one. Why two halves and one meeting an operation
@@ -31,22 +31,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 
-from splash_plugins.peer_rows import kernel, push_kernel
+from splash_plugins.peer_rows import kernel
 from splash_trt.dist.handles import on_one_host, share
 from splash_trt.dist.rank_sum import even_split
 from splash_trt.memory.device_memory import DeviceMemory
-from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox, Mapped, half_bytes, mailbox_bytes
+from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox, Mapped, mailbox_bytes
+from splash_trt.runtime.pushes import Pushes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CudaPeers", "Mapped", "connect", "half_bytes", "mailbox_bytes", "reachable"]
-
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
-_INTEGERS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
@@ -86,7 +83,7 @@ class CudaPeers:
 
     mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: what holds the cache
     pages, which begin `pages_offsets` [N] bytes into each rank's. num_blocks: of the largest grid. push_bytes: up to
-    this size of a rank's rows, sums push them.
+    this size of all rows, sums and gathers push them.
     """
 
     def __init__(
@@ -101,12 +98,11 @@ class CudaPeers:
     ) -> None:
         self.rank, self.size = rank, len(mailbox.addresses)
         assert self.size <= kernel.MAX_RANKS and 0 < num_blocks <= kernel.MAX_BLOCKS, (self.size, num_blocks)
-        assert push_bytes <= SLOT_BYTES, push_bytes
         self._mailbox = Mailbox(mailbox.bytes, half)
         self._num_blocks = num_blocks
-        self._push_bytes = push_bytes
         device = mailbox.bytes.device
         self._bases = torch.tensor(list(mailbox.addresses), dtype=torch.int64, device=device)
+        self._pushes = Pushes(rank, self._bases, self._mailbox, num_blocks, push_bytes)
         self._arena = arena
         if arena is not None:
             pages = [address + at for address, at in zip(arena.addresses, pages_offsets, strict=True)]
@@ -140,8 +136,9 @@ class CudaPeers:
         start = self._mailbox.place(partial)
         sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
         out = None if weight is None else torch.empty_like(hidden)
-        if offsets is None and self.size > 1 and 0 < partial.nbytes <= self._push_bytes:
-            self._push_sum(partial, hidden, weight, out, eps)
+        if self._pushes.fits(partial, rows):
+            self._pushes.sum_rows(partial, offsets, hidden, weight, out, eps)
+            self._mailbox.turn()
             return out
         if sliced:
             block = 4096 // partial.itemsize * 2
@@ -170,41 +167,14 @@ class CudaPeers:
         self._mailbox.turn()
         return out
 
-    def _push_sum(
-        self,
-        partial: torch.Tensor,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        out: torch.Tensor | None,
-        eps: float,
-    ) -> None:
-        rows, width = partial.shape
-        columns = triton.next_power_of_2(width)
-        push_kernel.push_sum_rows_kernel[self._grid(rows, 1)](
-            self._bases,
-            self._mailbox.slots,
-            partial,
-            hidden,
-            hidden if weight is None else weight,
-            hidden if out is None else out,
-            rows,
-            width,
-            eps,
-            self.rank,
-            SIZE=self.size,
-            SLOT_BYTES=SLOT_BYTES,
-            INTEGER=_INTEGERS[partial.itemsize],
-            SIGN=push_kernel.SIGN[partial.itemsize],
-            NORM=weight is not None,
-            COLUMNS=columns,
-            num_warps=max(1, min(16, columns * partial.itemsize // 512)),
-        )
-        self._mailbox.turn()
-
     def gather_rows(
         self, x: torch.Tensor, counts: Sequence[int] | None, offsets: torch.Tensor | None, total: int
     ) -> torch.Tensor:
         out = x.new_empty((total, *x.shape[1:]))
+        if self._pushes.fits(x, total):
+            self._pushes.gather_rows(x, offsets, out)
+            self._mailbox.turn()
+            return out
         width = math.prod(x.shape[1:])
         block = _block(width, x.itemsize)
         kernel.gather_rows_kernel[self._grid(total * -(-width // block), 1)](

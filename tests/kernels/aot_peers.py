@@ -33,16 +33,18 @@ def _of(size: int) -> list[Kernel]:
     picked |= {"stride": "i32", "sub_stride": "i32"}
     merged = {**rows, "lse_start": "i32", "lse_like": "*fp32", "offsets": "*i32", "heads": "i32"}
     tile = {"NORM": True, "ROWS": 4, "COLUMNS": WIDTH}
+    push = {"SIZE": size, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2]}
+    to_sum = {**push, "SLOT_BYTES": SLOT_BYTES, "NORM": True, "COLUMNS": WIDTH}
     pushed = {k: t for k, t in summed.items() if k != "offsets"} | {"partial": "*bf16"}
-    push = {"SIZE": size, "SLOT_BYTES": SLOT_BYTES, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2]}
+    spread = {k: t for k, t in summed.items() if k != "num_rows"} | {"partial": "*bf16", "tokens": "i32"}
+    gathered = {**rows, "x": "*bf16", "offsets": "*i32", "tokens": "i32"}
+    pushes = (
+        (push_kernel.push_sum_rows_kernel, pushed, to_sum),
+        (push_kernel.push_sum_spread_kernel, spread, to_sum),
+        (push_kernel.push_gather_kernel, gathered, {**push, "SPREAD": True, "BLOCK": WIDTH}),
+    )
     return [
-        Kernel(
-            push_kernel.push_sum_rows_kernel,
-            {**BASE, **pushed},
-            {**push, "NORM": True, "COLUMNS": WIDTH},
-            {"num_warps": 8},
-            ("width",),
-        ),
+        *(Kernel(one, {**BASE, **types}, options, {"num_warps": 8}, ("width",)) for one, types, options in pushes),
         Kernel(kernel.meet_kernel, BASE, meeting, {"num_warps": 1}),
         *(
             make(kernel.sum_rows_kernel, summed, {**tile, "SPREAD": spread, "SUMMED": sliced})
