@@ -38,10 +38,10 @@ CUTS = {
         Blocks(block_m=64, block_n=64, warps=4, stages=1),
     ),
     V3: (
+        Blocks(block_m=128, block_n=128, warps=8, stages=2, tma=True),
         Blocks(block_m=128, block_n=64, warps=8, stages=3, tma=True),
         Blocks(block_m=128, block_n=64, warps=8, stages=2, tma=True),
         Blocks(block_m=128, block_n=64, warps=8, stages=2),
-        Blocks(block_m=128, block_n=128, warps=8, stages=1, tma=True),
         Blocks(block_m=64, block_n=64, warps=4, stages=2, tma=True),
     ),
 }
