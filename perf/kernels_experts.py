@@ -57,11 +57,14 @@ DOWN = {
 
 
 def few_tiles(rows: Sequence[tuple[int, int, int, int]]) -> list[Tiles]:
-    return [Tiles(m=16, n=n, k=k, warps=warps, stages=stages) for n, k, warps, stages in rows]
+    """Every third also by descriptor."""
+    plain = [Tiles(m=16, n=n, k=k, warps=warps, stages=stages) for n, k, warps, stages in rows]
+    return plain + [replace(t, tma=True) for t in plain[1::3]]
 
 
 def many_tiles(m: int, rows: Sequence[tuple[int, int, int, int, int]]) -> list[Tiles]:
-    return [Tiles(m=m, n=n, k=k, warps=w, stages=s, per_processor=per) for n, k, w, s, per in rows]
+    plain = [Tiles(m=m, n=n, k=k, warps=w, stages=s, per_processor=per) for n, k, w, s, per in rows]
+    return [replace(t, tma=tma) for t in plain for tma in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ def modes(shape: Shape, num_tokens: int) -> Iterator[Mode]:
     if num_tokens <= 4:
         yield Mode(True, True, *fitted(*few))
     if pairs <= 256:
-        yield Mode(True, False, *fitted(*few) if pairs <= 128 else fitted(few[0][4:8], few[1][3:7]))
+        yield Mode(
+            True, False, *fitted(*few) if pairs <= 128 else fitted(few[0][4:8] + few[0][12:], few[1][3:7] + few[1][11:])
+        )
     per_expert = pairs / shape.local / 2
     for m in (16, 32, 64, 128):
         low, high = {16: (2, 24), 32: (8, 48), 64: (12, 160), 128: (32, 1 << 30)}[m]
@@ -173,7 +178,7 @@ def time_router(shape: Shape, tokens: int) -> None:
 
 
 def tile_name(t: Tiles) -> str:
-    return f"{t.m}x{t.n}x{t.k} w{t.warps} s{t.stages} p{t.per_processor} g{t.group}"
+    return f"{t.m}x{t.n}x{t.k} w{t.warps} s{t.stages} p{t.per_processor} g{t.group}" + (" tma" if t.tma else "")
 
 
 def sweep(checks: Checks, case: Case, deadline: float) -> None:

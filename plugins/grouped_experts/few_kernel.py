@@ -47,20 +47,22 @@ def _pairs_at(ordinal, row, PAIRS: tl.constexpr):
 def few_gate_up_kernel(
     x, x_stride, gate_up, hidden, choice, num_pairs, first_expert, num_experts,
     DEPTH: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, I] from x [T, D]; program (tile of columns, candidate)."""
     expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = gate_up + expert * (2 * INNER * DEPTH)
+    n = tl.program_id(0)
     first = 0
     while first < count:
         row = first + tl.arange(0, BLOCK_M)
         pair = _pairs_at(ordinal, row, PAIRS)
         keep = row < count
         token = (pair // TOP_K).to(tl.int64)
-        value = gate_up_tile(x, token, x_stride, keep, w, column, DEPTH, INNER, BLOCK_N, BLOCK_K, PRECISION)
-        store_rows(hidden, pair.to(tl.int64), keep, column, value, INNER, BLOCK_N)
+        value = gate_up_tile(
+            x, token, x_stride, keep, gate_up, expert, n, DEPTH, INNER, BLOCK_N, BLOCK_K, TMA, PRECISION
+        )
+        store_rows(hidden, pair.to(tl.int64), keep, n, value, INNER, BLOCK_N)
         first += BLOCK_M
 
 
@@ -68,19 +70,19 @@ def few_gate_up_kernel(
 def few_down_kernel(
     hidden, down, out, choice, num_pairs, first_expert, num_experts,
     INNER: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [P, D] from hidden [P, I]; program (tile of columns, candidate)."""
     expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = down + expert * (INNER * WIDTH)
+    n = tl.program_id(0)
     first = 0
     while first < count:
         row = first + tl.arange(0, BLOCK_M)
         pair = _pairs_at(ordinal, row, PAIRS).to(tl.int64)
         keep = row < count
-        value = down_tile(hidden, pair, keep, w, column, INNER, WIDTH, BLOCK_N, BLOCK_K, PRECISION)
-        store_rows(out, pair, keep, column, value, WIDTH, BLOCK_N)
+        value = down_tile(hidden, pair, keep, down, expert, n, INNER, WIDTH, BLOCK_N, BLOCK_K, TMA, PRECISION)
+        store_rows(out, pair, keep, n, value, WIDTH, BLOCK_N)
         first += BLOCK_M
 
 
@@ -88,14 +90,15 @@ def few_down_kernel(
 def token_down_kernel(
     hidden, down, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
     INNER: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[t] = addend[t] + sum of weight * (hidden[pair] down); program (tile of columns, token).
 
     Saves a launch, and reads an expert again for each of its tokens: for one or two tokens.
     """
     token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0)
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
     # The tensor cores want that many rows; the token's is the first.
     keep = tl.arange(0, BLOCK_M) == 0
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -103,9 +106,10 @@ def token_down_kernel(
         pair = token * TOP_K + j
         local = tl.load(choice + pair) - first_expert
         if (local >= 0) & (local < num_experts):
-            w = down + local.to(tl.int64) * (INNER * WIDTH)
+            expert = local.to(tl.int64)
             row = tl.zeros((BLOCK_M,), tl.int64) + pair
-            value = tl.sum(down_tile(hidden, row, keep, w, column, INNER, WIDTH, BLOCK_N, BLOCK_K, PRECISION), 0)
+            rows = down_tile(hidden, row, keep, down, expert, n, INNER, WIDTH, BLOCK_N, BLOCK_K, TMA, PRECISION)
+            value = tl.sum(rows, 0)
             # Rounded as few_down_kernel's rows are, so that both give the same.
             total += value.to(hidden.dtype.element_ty).to(tl.float32) * tl.load(weight + pair)
     inside = column < WIDTH

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 import triton
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
@@ -18,7 +19,7 @@ from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
 from splash_plugins.grouped_experts.tiles import MAX_PAIRS, Device, Plan, Tiles, choose
 
 COMBINE_BLOCK = 1024
-INTERPRETED = Device(processors=2, shared_bytes=227 * 1024)
+INTERPRETED = Device(processors=2, shared_bytes=227 * 1024, tma=True)
 
 
 def grouped_experts(
@@ -58,7 +59,13 @@ def limits(device: torch.device) -> Device:
         return INTERPRETED
     index = device.index if device.index is not None else torch.cuda.current_device()
     properties = driver.active.utils.get_device_properties(index)
-    return Device(processors=properties["multiprocessor_count"], shared_bytes=properties["max_shared_mem"])
+    tma = torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+    return Device(processors=properties["multiprocessor_count"], shared_bytes=properties["max_shared_mem"], tma=tma)
+
+
+def _weights(w: torch.Tensor, tiles: Tiles) -> torch.Tensor | TensorDescriptor:
+    """w [E_r, columns, depth] as the product kernels want it."""
+    return TensorDescriptor.from_tensor(w.flatten(0, -2), [tiles.n, tiles.k]) if tiles.tma else w
 
 
 def _blocks(tiles: Tiles, dtype: torch.dtype) -> dict[str, object]:
@@ -67,6 +74,7 @@ def _blocks(tiles: Tiles, dtype: torch.dtype) -> dict[str, object]:
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
         "BLOCK_K": tiles.k,
+        "TMA": tiles.tma,
         "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -92,19 +100,20 @@ def _few(
     where = (choice, num_pairs, first_expert, num_experts)
     hidden = x.new_empty((num_pairs, inner))
     few_gate_up_kernel[(triton.cdiv(inner, plan.gate_up.n), candidates)](
-        x, x.stride(0), gate_up, hidden, *where,
+        x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *where,
         DEPTH=width, INNER=inner, TOP_K=top_k, **found, **_blocks(plan.gate_up, x.dtype),
     )  # fmt: skip
     columns = triton.cdiv(width, plan.down.n)
+    w = _weights(down, plan.down)
     sizes = {"INNER": inner, "WIDTH": width, **_blocks(plan.down, x.dtype)}
     if plan.token_down:
         token_down_kernel[(columns, len(x))](
-            hidden, down, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
+            hidden, w, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
             TOP_K=top_k, **sizes,
         )  # fmt: skip
         return
     y = x.new_empty((num_pairs, width))
-    few_down_kernel[(columns, candidates)](hidden, down, y, *where, **found, **sizes)
+    few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes)
     combine(y, choice, weight, first_expert, num_experts, addend, out)
 
 
@@ -132,12 +141,19 @@ def _many(
 
     hidden = x.new_empty((num_pairs, inner))
     gate_up_kernel[programs(plan.gate_up, inner)](
-        x, x.stride(0), gate_up, hidden, *table, plan.gate_up.group,
+        x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *table, plan.gate_up.group,
         DEPTH=width, INNER=inner, TOP_K=top_k, **_blocks(plan.gate_up, x.dtype),
     )  # fmt: skip
     y = x.new_empty((num_pairs, width))
     down_kernel[programs(plan.down, width)](
-        hidden, down, y, *table, plan.down.group, INNER=inner, WIDTH=width, **_blocks(plan.down, x.dtype)
+        hidden,
+        _weights(down, plan.down),
+        y,
+        *table,
+        plan.down.group,
+        INNER=inner,
+        WIDTH=width,
+        **_blocks(plan.down, x.dtype),
     )
     combine(y, choice, weight, first_expert, num_experts, addend, out)
 

@@ -17,10 +17,8 @@ from triton.backends.compiler import GPUTarget
 
 from splash_plugins.aot import Entry, shared_bytes_of
 from splash_plugins.grouped_experts.few_kernel import few_gate_up_kernel, token_down_kernel
-from splash_plugins.grouped_experts.tiles import Device, Tiles, choose
 
 MAX_PAIRS = 1024  # (token, choice) pairs that every program looks through
-PROCESSORS = 132  # a hint for choose(); plans are used on any GPU of the target
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def experts_up_plugin(
     few_gate_up_kernel(
         x=x, x_stride=DEPTH, gate_up=gate_up, hidden=hidden, choice=choice, num_pairs=num_pairs,
         first_expert=FIRST, num_experts=EXPERTS, DEPTH=DEPTH, INNER=INNER, TOP_K=TOP_K, PAIRS=PAIRS, BY_PAIR=False,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PRECISION=PRECISION,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, TMA=False, PRECISION=PRECISION,
     )  # fmt: skip
 
 
@@ -45,7 +43,7 @@ def experts_down_plugin(
     token_down_kernel(
         hidden=hidden, down=down, choice=choice, weight=weight, addend=None, addend_stride=0, out=out, out_stride=WIDTH,
         first_expert=FIRST, num_experts=EXPERTS, INNER=INNER, WIDTH=WIDTH, TOP_K=TOP_K,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, PRECISION=PRECISION,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, TMA=False, PRECISION=PRECISION,
     )  # fmt: skip
 
 
@@ -61,21 +59,36 @@ class Sizes:
     max_tokens: int
     item_bytes: int
 
-    def tiles(self, target: GPUTarget) -> tuple[Tiles, Tiles]:
-        """Of both products. ValueError if a step may have more pairs than programs can look through."""
+    def __post_init__(self) -> None:
         if self.max_tokens * self.top_k > MAX_PAIRS:
             raise ValueError(
                 f"max_tokens: {self.max_tokens} tokens with {self.top_k} experts each are more than {MAX_PAIRS} pairs; "
                 "larger steps are for the runtime's own kernels"
             )
-        device = Device(processors=PROCESSORS, shared_bytes=shared_bytes_of(target))
-        plan = choose(self.max_tokens, self.top_k, self.experts, self.hidden, self.inner, self.item_bytes, device)
-        return plan.gate_up, plan.down
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Of one product, for the few rows that an expert has in such a step."""
+
+    n: int
+    k: int
+    stages: int
+    m: int = 16
+    warps: int = 4
+
+    @staticmethod
+    def of(operands: int, depth: int, width: int, item_bytes: int, target: GPUTarget) -> Blocks:
+        """For a [*, depth] by [operands * width, depth] product; stages that fit the target's shared memory."""
+        n, k = (32, 128) if item_bytes < 4 else (16, 32)
+        n, k = (min(size, max(16, triton.next_power_of_2(most))) for size, most in ((n, width), (k, depth)))
+        stage = (16 + operands * n) * k * item_bytes
+        return Blocks(n, k, max(1, min(3, shared_bytes_of(target) // stage)))
 
 
 def up_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
     """hidden [T * k, I]. Grid: (columns of I by BLOCK_N, E_r); the scalar is the number of pairs."""
-    tiles = sizes.tiles(target)[0]
+    tiles = Blocks.of(2, sizes.hidden, sizes.inner, sizes.item_bytes, target)
     return Entry(
         function=experts_up_plugin,
         inputs={"x": dtype, "choice": "*i32", "gate_up": dtype},
@@ -97,7 +110,7 @@ def up_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
 
 def down_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
     """out [T, D]. Grid: (columns of D by BLOCK_N, T)."""
-    tiles = sizes.tiles(target)[1]
+    tiles = Blocks.of(1, sizes.inner, sizes.hidden, sizes.item_bytes, target)
     return Entry(
         function=experts_down_plugin,
         inputs={"hidden": dtype, "down": dtype, "choice": "*i32", "weight": "*fp32"},
@@ -115,6 +128,6 @@ def down_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
     )
 
 
-def _blocks(tiles: Tiles, dtype: str) -> dict[str, object]:
+def _blocks(tiles: Blocks, dtype: str) -> dict[str, object]:
     precision = "ieee" if dtype == "*fp32" else "tf32"
     return {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "PRECISION": precision}

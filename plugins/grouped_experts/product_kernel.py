@@ -12,17 +12,25 @@ import triton.language as tl
 
 @triton.jit
 def load_weights(
-    w, column, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    w, origin, n, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_N] of w [COLUMNS, DEPTH], transposed; columns past the end repeat the last."""
-    k = begin + tl.arange(0, BLOCK_K)
-    if COLUMNS % BLOCK_N != 0:
-        column = tl.minimum(column, COLUMNS - 1)
-    pointer = w + column[None, :] * DEPTH + k[:, None]
-    if DEPTH % BLOCK_K != 0:
-        b = tl.load(pointer, mask=(k < DEPTH)[:, None], other=0.0)
+    """[BLOCK_K, BLOCK_N], transposed, of the [COLUMNS, DEPTH] matrix that begins at row `origin` (int64) of w.
+
+    Tile n of its columns; those past the end repeat the last, or with TMA (w is a descriptor) are what follows.
+    """
+    if TMA:
+        b = w.load([origin.to(tl.int32) + n * BLOCK_N, begin]).T
     else:
-        b = tl.load(pointer)
+        k = begin + tl.arange(0, BLOCK_K)
+        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if COLUMNS % BLOCK_N != 0:
+            column = tl.minimum(column, COLUMNS - 1)
+        pointer = w + origin * DEPTH + column[None, :] * DEPTH + k[:, None]
+        if DEPTH % BLOCK_K != 0:
+            b = tl.load(pointer, mask=(k < DEPTH)[:, None], other=0.0)
+        else:
+            b = tl.load(pointer)
     return b
 
 
@@ -37,8 +45,9 @@ def load_rows(x, row, x_stride, keep, begin, DEPTH: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
-def store_rows(out, row, keep, column, value, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The kept rows (int64) of out [*, COLUMNS], at these columns."""
+def store_rows(out, row, keep, n, value, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tile n of the columns of the kept rows (int64) of out [*, COLUMNS]."""
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = keep[:, None]
     if COLUMNS % BLOCK_N != 0:
         mask = mask & (column < COLUMNS)[None, :]
@@ -47,16 +56,17 @@ def store_rows(out, row, keep, column, value, COLUMNS: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def gate_up_tile(
-    x, row, x_stride, keep, w, column, DEPTH: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    x, row, x_stride, keep, w, expert, n, DEPTH: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """silu(x[row] gate) * (x[row] up), [rows, columns] float32; w [2 I, D] of one expert, gate first."""
+    """silu(x[row] gate) * (x[row] up), [rows, columns] float32; w [E_r * 2 I, D], gate first in each expert."""
+    origin = expert * (2 * INNER)
     gate = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
     up = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
     for begin in range(0, DEPTH, BLOCK_K):
         a = load_rows(x, row, x_stride, keep, begin, DEPTH, BLOCK_K)
-        b = load_weights(w, column, begin, INNER, DEPTH, BLOCK_N, BLOCK_K)
-        c = load_weights(w + INNER * DEPTH, column, begin, INNER, DEPTH, BLOCK_N, BLOCK_K)
+        b = load_weights(w, origin, n, begin, INNER, DEPTH, BLOCK_N, BLOCK_K, TMA)
+        c = load_weights(w, origin + INNER, n, begin, INNER, DEPTH, BLOCK_N, BLOCK_K, TMA)
         gate = tl.dot(a, b, gate, input_precision=PRECISION)
         up = tl.dot(a, c, up, input_precision=PRECISION)
     return gate * tl.sigmoid(gate) * up
@@ -64,14 +74,14 @@ def gate_up_tile(
 
 @triton.jit
 def down_tile(
-    hidden, row, keep, w, column, INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    hidden, row, keep, w, expert, n, INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[rows, columns] float32: hidden[row] times w [D, I] of one expert."""
+    """[rows, columns] float32: hidden[row] times the expert's part of w [E_r * D, I]."""
     acc = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
     for begin in range(0, INNER, BLOCK_K):
         a = load_rows(hidden, row, INNER, keep, begin, INNER, BLOCK_K)
-        b = load_weights(w, column, begin, WIDTH, INNER, BLOCK_N, BLOCK_K)
+        b = load_weights(w, expert * WIDTH, n, begin, WIDTH, INNER, BLOCK_N, BLOCK_K, TMA)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
@@ -94,7 +104,7 @@ def _place(tile, blocks, num_blocks, num_columns, group, BLOCK_M: tl.constexpr):
 def gate_up_kernel(
     x, x_stride, gate_up, hidden, pairs, blocks, num_blocks, group, DEPTH: tl.constexpr, INNER: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, I] from x [T, D]: programs take tiles in turn until the device's own number of them."""
     count = tl.load(num_blocks)
@@ -103,19 +113,18 @@ def gate_up_kernel(
     while tile < count * columns:
         expert, row, keep, n = _place(tile, blocks, count, columns, group, BLOCK_M)
         token = tl.load(pairs + row, mask=keep, other=0) // TOP_K
-        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        w = gate_up + expert * (2 * INNER * DEPTH)
         value = gate_up_tile(
-            x, token.to(tl.int64), x_stride, keep, w, column, DEPTH, INNER, BLOCK_N, BLOCK_K, PRECISION
+            x, token.to(tl.int64), x_stride, keep, gate_up, expert, n, DEPTH, INNER, BLOCK_N, BLOCK_K, TMA, PRECISION
         )
-        store_rows(hidden, row.to(tl.int64), keep, column, value, INNER, BLOCK_N)
+        store_rows(hidden, row.to(tl.int64), keep, n, value, INNER, BLOCK_N)
         tile += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["group"])
 def down_kernel(
     hidden, down, out, pairs, blocks, num_blocks, group, INNER: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [P, D] from hidden [P, I]."""
     count = tl.load(num_blocks)
@@ -124,10 +133,10 @@ def down_kernel(
     while tile < count * columns:
         expert, row, keep, n = _place(tile, blocks, count, columns, group, BLOCK_M)
         pair = tl.load(pairs + row, mask=keep, other=0).to(tl.int64)
-        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        w = down + expert * (INNER * WIDTH)
-        value = down_tile(hidden, row.to(tl.int64), keep, w, column, INNER, WIDTH, BLOCK_N, BLOCK_K, PRECISION)
-        store_rows(out, pair, keep, column, value, WIDTH, BLOCK_N)
+        value = down_tile(
+            hidden, row.to(tl.int64), keep, down, expert, n, INNER, WIDTH, BLOCK_N, BLOCK_K, TMA, PRECISION
+        )
+        store_rows(out, pair, keep, n, value, WIDTH, BLOCK_N)
         tile += tl.num_programs(0)
 
 

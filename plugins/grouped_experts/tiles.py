@@ -13,6 +13,8 @@ TOKEN_DOWN = 2
 """Up to so many tokens, the second product sums a token's experts itself, which saves the launch that combines."""
 MAX_PAIRS = 65536
 """More pairs than this are done in parts, so that temporaries stay below 2 * 65,536 rows of max(D, I)."""
+RESERVED_BYTES = 2048
+"""Of a block's shared memory, for barriers and what reductions pass between warps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class Tiles:
     """Blocks of rows that are done on one tile of columns before the next one."""
     per_processor: int = 1
     """Programs that a multiprocessor runs at once."""
+    tma: bool = False
+    """Weights come through the tensor memory accelerator (compute capability 9.0 and up)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,7 @@ class Device:
 
     processors: int
     shared_bytes: int
+    tma: bool
 
 
 # Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. With experts cut over
@@ -91,9 +96,11 @@ def fit(tiles: Tiles, operands: int, depth: int, width: int, itemsize: int, devi
     if itemsize == 4:
         # float32 products run on the ordinary units: registers hold both operands.
         m, n, k = min(m, 32), min(n, 32), min(k, 32)
-    while (room := device.shared_bytes // ((m + operands * n) * k * itemsize)) < 2 and k > 16:
+    shared_bytes = device.shared_bytes - RESERVED_BYTES
+    while (room := shared_bytes // ((m + operands * n) * k * itemsize)) < 2 and k > 16:
         k //= 2
-    return replace(tiles, m=m, n=n, k=k, stages=max(1, min(stages, room)))
+    tma = tiles.tma and device.tma and depth * itemsize % 16 == 0
+    return replace(tiles, m=m, n=n, k=k, stages=max(1, min(stages, room)), tma=tma)
 
 
 def choose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from splash_plugins.embed.kernel import embed_kernel
@@ -31,26 +32,34 @@ def _kernel(function: Any, constexprs: dict[str, Any], num_warps: int, num_stage
 
 def _product(function: Any, tiles: Tiles, **more: Any) -> Kernel:
     blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "PRECISION": "tf32"}
-    return _kernel(function, {**blocks, **more}, tiles.warps, tiles.stages)
+    # The weights' argument, where they come through a descriptor.
+    name = "gate_up" if "gate_up" in function.arg_names else "down"
+    weights = {name: f"tensordesc<bf16[{tiles.n}, {tiles.k}]>"} if tiles.tma else {}
+    return _kernel(function, {**blocks, "TMA": tiles.tma, **more}, tiles.warps, tiles.stages, **weights)
 
 
 def _experts(target: Target) -> list[Kernel]:
-    device = Device(processors=100, shared_bytes=target.shared_bytes)
+    tma = target.name in ("sm_90", "sm_100", "sm_120")
+    device = Device(processors=100, shared_bytes=target.shared_bytes, tma=tma)
     found = {"PAIRS": TOKENS * TOP_K, "BY_PAIR": False}
     first = {"DEPTH": HIDDEN, "INNER": INNER, "TOP_K": TOP_K}
     second = {"INNER": INNER, "WIDTH": HIDDEN}
-    kernels = []
-    for row, (_, gate_up, down) in enumerate(TABLE):
-        gate_up, down = fit(gate_up, 2, HIDDEN, INNER, 2, device), fit(down, 1, INNER, HIDDEN, 2, device)
-        if row == 0:
-            kernels.append(_product(token_down_kernel, down, TOP_K=TOP_K, **second))
-        if row < 2:
-            kernels.append(_product(few_gate_up_kernel, gate_up, **first, **found))
-            kernels.append(_product(few_down_kernel, down, **second, **found))
-        else:
-            kernels.append(_product(gate_up_kernel, gate_up, **first))
-            kernels.append(_product(down_kernel, down, **second))
-    return kernels
+
+    def pair(row: int) -> tuple[Tiles, Tiles]:
+        _, gate_up, down = TABLE[row]
+        return fit(gate_up, 2, HIDDEN, INNER, 2, device), fit(down, 1, INNER, HIDDEN, 2, device)
+
+    few, some, many = pair(0), pair(2), pair(-1)
+    by_tma = fit(replace(TABLE[-1][1], tma=True), 2, HIDDEN, INNER, 2, device)
+    return [
+        _product(few_gate_up_kernel, few[0], **first, **found),
+        _product(few_down_kernel, few[1], **second, **found),
+        _product(token_down_kernel, few[1], **second, TOP_K=TOP_K),
+        _product(gate_up_kernel, some[0], **first),
+        _product(gate_up_kernel, many[0], **first),
+        _product(gate_up_kernel, by_tma, **first),
+        _product(down_kernel, many[1], **second),
+    ]
 
 
 def _sort() -> list[Kernel]:
@@ -59,7 +68,6 @@ def _sort() -> list[Kernel]:
     return [
         _kernel(count_kernel, size, 8),
         _kernel(place_kernel, place, 8),
-        _kernel(place_kernel, {**place, "counts": None}, 8),
     ]
 
 
@@ -82,8 +90,7 @@ def kernels(target: Target) -> list[Kernel]:
         *_experts(target),
         *_sort(),
         *_router(target),
-        _kernel(combine_kernel, {"row": None, "WIDTH": HIDDEN, **row}, 4),
-        _kernel(combine_kernel, {"addend": None, "WIDTH": HIDDEN, **row}, 4, row="*i32"),
+        _kernel(combine_kernel, {"WIDTH": HIDDEN, **row}, 4, row="*i32"),
         _kernel(gather_kernel, row, 4, num_rows="*i32"),
         _kernel(silu_mul_kernel, {"BLOCK": 1024}, 4, num_rows="*i32"),
         _kernel(embed_kernel, {"BLOCK": 1024}, 4),
