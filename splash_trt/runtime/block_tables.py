@@ -1,6 +1,6 @@
 """What a rank remembers between plans, per slot, on the host: every rank's block tables, and sampling parameters.
 
-Every rank's and not only its own, since a rank reads context rows of the others' pages where it can (context_rounds.py).
+Every rank's and not only its own: a rank reads context rows of the others' pages where it can (context_rounds.py).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Round:
     offset: np.ndarray
     """[C] int32: the row in it."""
     segments: np.ndarray
-    """[S, 5] int32: queries begin, end (among this rank's expanded tokens), keys begin, end (rows of this round), position
-    of the first key. Only of requests with queries here that see any of these keys."""
+    """[S, 5] int32: queries begin, end (among this rank's expanded tokens), keys begin, end (rows of this round),
+    position of the first key. Only of requests with queries here that see any of these keys."""
 
 
 def _pieces(ends: list[tuple[int, int]], block: int) -> list[list[tuple[int, int, int]]]:
@@ -58,7 +58,7 @@ def shared_rounds(layout: Layout, num_ranks: int) -> bool:
 def expanded_rounds(
     plan: Plan, config: EngineConfig, rank: int, tables: BlockTables, query_row: np.ndarray, query_position: np.ndarray
 ) -> tuple[Round, ...]:
-    """The rounds of one rank. query_row, query_position [n]: row and position of its expanded tokens, rows ascending."""
+    """Those of one rank. query_row, query_position [n]: row and position of its expanded tokens, rows ascending."""
     rows = np.flatnonzero(~plan.absorbed)
     shared = shared_rounds(plan.layout, config.num_ranks)
     if plan.layout is Layout.DP:

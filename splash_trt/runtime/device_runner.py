@@ -25,14 +25,15 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.plan import SAMPLE, Plan, RankStatus, StepResult
 from splash_trt.request import Grammar
 from splash_trt.runtime.block_tables import BlockTables
-from splash_trt.runtime.controls import Controls
+from splash_trt.runtime.controls import Adjustment, Controls
 from splash_trt.runtime.device_clock import Clock
+from splash_trt.runtime.device_step import RankState
 from splash_trt.runtime.fast_sampler import FastSampler, ShardSample
 from splash_trt.runtime.grammar import compiler_of
 from splash_trt.runtime.graphs import Forward, Forwarded, buckets_up_to, is_plain
 from splash_trt.runtime.peers import Peers
 from splash_trt.runtime.penalties import Share
-from splash_trt.runtime.program import Program, RankState
+from splash_trt.runtime.program import Program
 from splash_trt.runtime.sampler import RowParams, Sampled, Sampler
 from splash_trt.runtime.step_arrays import ArrayBuilder
 from splash_trt.runtime.upload import Tiles, Uploader
@@ -120,11 +121,10 @@ class DeviceRunner:
         self._clock.begin()
         new_epoch = self._take_over(plan)
         errors = [self._mover.before(plan)]
-        found = self._compute(plan) if plan.num_tokens else {}
+        found, faults = self._compute(plan) if plan.num_tokens else ({}, {})
         errors.append(self._mover.after(plan))
         if plan.attempt or new_epoch:
             found["statuses"] = self._statuses("; ".join(filter(None, errors)))
-        faults = found.pop("errors", {})
         return _Handle(plan, {name: _to_host(x) for name, x in found.items()}, faults, self._clock.end())
 
     def _take_over(self, plan: Plan) -> bool:
@@ -144,16 +144,17 @@ class DeviceRunner:
                 tables.view(-1).index_copy_(0, index, page)
         return new_epoch
 
-    def _compute(self, plan: Plan) -> dict[str, torch.Tensor]:
+    def _compute(self, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+        """What StepResult says of the wanted rows, on the device; and its errors."""
         row = plan.want_row
         slot = plan.slot[row]
         position = plan.position[plan.want_index] + 1
         adjustment = self._controls.adjustment(slot, position, plan.want_target)
-        plain = adjustment is None and is_plain(self._tables.sampling[slot], plan.want_target, SAMPLE)
+        plain = adjustment is None and is_plain(self._tables.sampling[slot], plan.want_target)
         forwarded = self._forward(plan, plain)
         count = len(plan.want_index)
         if forwarded.tokens is not None:
-            return {"token": forwarded.tokens[:count]}
+            return {"token": forwarded.tokens[:count]}, {}
         found = self._sample(plan, forwarded, slot, position, adjustment)
         out = {
             "token": found.tokens,
@@ -161,10 +162,10 @@ class DeviceRunner:
             "top_token": found.top_token,
             "top_logprob": found.top_logprob,
         }
-        return out if adjustment is None else {**out, "errors": adjustment.errors}
+        return out, {} if adjustment is None else adjustment.errors
 
     def _sample(
-        self, plan: Plan, forwarded: Forwarded, slot: np.ndarray, position: np.ndarray, adjustment: object
+        self, plan: Plan, forwarded: Forwarded, slot: np.ndarray, position: np.ndarray, adjustment: Adjustment | None
     ) -> Sampled:
         params = RowParams.build(self._tables.sampling[slot], position, plan.want_target, self._device)
         logits = forwarded.logits[: len(slot)]

@@ -1,21 +1,23 @@
 """Runs a step's program: as a replayed CUDA graph where the step only decodes, else call by call.
 
-A graph is captured per (layout, bucket) and stays valid for good: what it reads and writes (weights, pages, block tables,
-a step's arrays) lies at addresses that no switch of layouts changes.
+A graph is captured per (layout, bucket) and stays valid for good: what it reads and writes (weights, pages, block
+tables, a step's arrays) lies at addresses that no switch of layouts changes.
 """
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from splash_trt.config import Layout
-from splash_trt.plan import Plan
+from splash_trt.plan import SAMPLE, Plan
+from splash_trt.runtime.device_step import DeviceStep
 from splash_trt.runtime.fast_sampler import FastSampler
-from splash_trt.runtime.program import DeviceStep, Program
+from splash_trt.runtime.program import Program
 from splash_trt.runtime.step_arrays import ArrayBuilder, Shape
 from splash_trt.runtime.upload import Uploader
 
@@ -65,7 +67,7 @@ class Forward:
         self._last_sampled = last_sampled
         self._buckets = buckets
         self._graphs: dict[tuple[Shape, bool], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __call__(self, plan: Plan, plain: bool) -> Forwarded:
         """plain: every wanted token is to be chosen, by temperature alone."""
@@ -125,15 +127,10 @@ class Forward:
         return captured
 
 
-def wanted(forwarded: Forwarded, plan: Plan) -> torch.Tensor:
-    """[W, V_r] without padding."""
-    return forwarded.logits[: len(plan.want_index)]
-
-
-def is_plain(sampling: np.ndarray, target: np.ndarray, sample: int) -> bool:
+def is_plain(sampling: np.ndarray, target: np.ndarray) -> bool:
     """No wanted row (sampling [W] of SAMPLING_DTYPE) has a filter, a target, or wants log-probabilities."""
     return bool(
-        (target == sample).all()
+        (target == SAMPLE).all()
         and (sampling["top_k"] == 0).all()
         and (sampling["top_p"] >= 1).all()
         and (sampling["min_p"] == 0).all()

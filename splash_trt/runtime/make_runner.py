@@ -1,4 +1,4 @@
-"""Which runner a rank gets: on a CPU the plain one, on a GPU the one that launches steps and takes their results later."""
+"""Which runner a rank gets: on a CPU the plain one, on a GPU one that launches steps and takes their results later."""
 
 from __future__ import annotations
 

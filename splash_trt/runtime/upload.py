@@ -1,4 +1,4 @@
-"""Brings a step's arrays to the device: one copy a step, from memory that the copy engine reads while the host goes on."""
+"""Brings a step's arrays to the device: one copy, from memory that the copy engine reads while the host goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from splash_trt.runtime.program import DeviceRound, DeviceStep
+from splash_trt.runtime.device_step import DeviceRound, DeviceStep
 from splash_trt.runtime.step_arrays import StepArrays
 
 _ALIGNMENT = 16

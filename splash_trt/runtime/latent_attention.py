@@ -1,0 +1,247 @@
+"""Latent attention as part of a step's program: from normed hidden states to the output projection's partial sum.
+
+T_r tokens of this rank, A absorbed ones (they come first), E = T_r - A expanded, H heads resident here, L latent, R
+rope part, W = L + R, Q query latent. Head-cut products run once per block of heads: own, and under FULL the others'.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from splash_engines import ops
+from splash_engines.kernels import Kernels
+from splash_trt.config import Layout
+from splash_trt.layout.spec import SPECS, Residency
+from splash_trt.models.config import ModelConfig
+from splash_trt.runtime.context_rounds import shared_rounds
+from splash_trt.runtime.device_step import DeviceStep, RankState
+from splash_trt.runtime.peers import Peers
+from splash_trt.weights.shards import heads_of
+
+
+class LatentAttention:
+    """Attention under one layout."""
+
+    def __init__(self, model: ModelConfig, layout: Layout, kernels: Kernels, peers: Peers, state: RankState) -> None:
+        self._model = model
+        self._layout = layout
+        self._k = kernels
+        self._peers = peers
+        self._state = state
+        self._own = state.weights.own
+        self._shared = shared_rounds(layout, peers.size)
+        self._heads = heads_of(model, peers.size)
+        self._blocks = [state.weights.own]
+        if SPECS[layout].residency is Residency.FULL and peers.size > 1:
+            self._blocks.append(state.weights.others)
+        self._num_heads = sum(len(block["layers.0.w_uk"]) for block in self._blocks)
+        self._qkv = [_stacked(self._own, f"layers.{i}.") for i in range(model.num_layers)]
+        self._dtype = state.storage.pages.dtype
+
+    def values(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: DeviceStep
+    ) -> torch.Tensor:
+        """x [T_r, D] normed; attention's result for the heads here, [T_r, H, v]."""
+        model, a, num_absorbed = self._model, step.arrays, step.shape.absorbed
+        q, rows = self._queries(layer, x, cos, sin, a)
+        pages = self._state.storage.layer(layer)
+        exchanged = self._layout in (Layout.CP, Layout.DOP) and self._peers.size > 1
+        with_row = exchanged and self._layout is Layout.CP  # the new row travels as one more head
+        shape = (num_absorbed, self._num_heads + with_row, model.row_width)
+        absorbed = self._peers.buffer(shape, self._dtype) if exchanged and self._meets(step) else x.new_empty(shape)
+        self._k.rope_q(q, cos, sin, model.rope.interleaved, model.qk_nope_head_dim, absorbed[:, : self._num_heads])
+        if with_row:
+            absorbed[:, -1] = rows[:num_absorbed]
+        self._absorb(layer, q[:num_absorbed], absorbed)
+        values = x.new_empty((len(x), self._num_heads, model.v_head_dim))
+        if self._meets(step):
+            latents = self._ABSORBED[self._layout if exchanged else Layout.TP](self, absorbed, pages, step)
+            self._v_up(layer, latents, values[:num_absorbed])
+        if step.rounds:
+            self._expanded(layer, q[num_absorbed:], pages, step, values[num_absorbed:])
+        return values
+
+    def _meets(self, step: DeviceStep) -> bool:
+        """Some rank has absorbed tokens; all know."""
+        return any(step.absorbed_counts) or step.shape.absorbed > 0
+
+    def _queries(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, a: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T_r, H, nope + R], not rotated yet, and the tokens' cache rows [T_r, W], stored where they belong."""
+        model, own, p = self._model, self._own, f"layers.{layer}."
+        query = model.q_lora_rank or 0
+        qkv = x.new_empty((len(x), query + model.row_width))
+        self._project_in(layer, x, qkv)
+        latent = x.new_empty((len(x), query)) if query else None
+        rows = x.new_empty((len(x), model.row_width))
+        self._k.latent_rows(
+            qkv,
+            own[p + "q_a_norm"] if query else None,
+            own[p + "kv_a_norm"],
+            model.latent_norm_eps,
+            cos,
+            sin,
+            model.rope.interleaved,
+            latent,
+            rows,
+            self._state.storage.layer(layer),
+            a["page"],
+            a["offset"],
+            a["target_page"],
+            a["offset"],
+        )
+        source = x if latent is None else latent
+        q = x.new_empty((len(x), self._num_heads, model.qk_head_dim))
+        first = 0
+        for block in self._blocks:
+            w = block[p + "q_b"].flatten(0, 1)
+            torch.mm(source, w.t(), out=q.flatten(1)[:, first : first + len(w)])
+            first += len(w)
+        return q, rows
+
+    def _project_in(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x [T_r, D] through q_a and kv_a: [T_r, Q + W]."""
+        own, p, query = self._own, f"layers.{layer}.", self._model.q_lora_rank or 0
+        both = self._qkv[layer]
+        if both is not None:
+            torch.mm(x, both.t(), out=out)
+        else:
+            if query:
+                torch.mm(x, own[p + "q_a"].t(), out=out[:, :query])
+            torch.mm(x, own[p + "kv_a"].t(), out=out[:, query:])
+        for name, part in (("q_a_bias", out[:, :query]), ("kv_a_bias", out[:, query:])):
+            if p + name in own:
+                part += own[p + name]
+
+    def _absorb(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """q [A, H, nope + R] against W_UK into out[..., :L]."""
+        nope, first = self._model.qk_nope_head_dim, 0
+        for block in self._blocks:
+            w_uk = block[f"layers.{layer}.w_uk"]
+            heads = slice(first, first + len(w_uk))
+            target = out[:, heads, : self._model.kv_lora_rank].transpose(0, 1)
+            torch.bmm(q[:, heads, :nope].transpose(0, 1), w_uk, out=target)
+            first += len(w_uk)
+
+    def _v_up(self, layer: int, latents: torch.Tensor, out: torch.Tensor) -> None:
+        """latents [A, H, L] through W_UV into out [A, H, v]."""
+        first = 0
+        for block in self._blocks:
+            w_uv = block[f"layers.{layer}.w_uv"]
+            heads = slice(first, first + len(w_uv))
+            torch.bmm(latents[:, heads].transpose(0, 1), w_uv.transpose(1, 2), out=out[:, heads].transpose(0, 1))
+            first += len(w_uv)
+
+    def _decode(
+        self, q: torch.Tensor, pages: torch.Tensor, step: DeviceStep, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        a = step.arrays
+        stride = self._peers.size if self._layout is Layout.CP else 1
+        self._k.decode(
+            q,
+            pages,
+            self._state.tables,
+            a["read_slot"],
+            a["read_first"],
+            a["read_length"],
+            stride,
+            self._model.kv_lora_rank,
+            self._model.softmax_scale,
+            out,
+            lse,
+        )
+
+    def _local(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        """TP and DP: the whole context is in this rank's pages. Returns [A, H, L]."""
+        out = absorbed.new_empty((*absorbed.shape[:2], self._model.kv_lora_rank))
+        self._decode(absorbed, pages, step, out, None)
+        return out
+
+    def _at_owner(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        """DOP: every rank has all tokens but only its heads; owners have the rows and attend with all heads."""
+        a = step.arrays
+        q = self._peers.to_owners(absorbed, a["owned"], self._heads)
+        out = self._peers.buffer((*q.shape[:2], self._model.kv_lora_rank), self._dtype)
+        self._decode(q, pages, step, out, None)
+        return self._peers.to_heads(out, a["owner"], a["owner_place"], self._heads)
+
+    def _by_stripes(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        """CP: each rank attends to its stripe of the context for the queries of all; the home rank merges."""
+        a, heads = step.arrays, self._num_heads
+        offsets, counts = a["absorbed_offsets"], step.absorbed_counts
+        packed = self._peers.gather_rows(absorbed, counts, offsets, step.shape.reads)
+        self._k.append(pages, packed[:, heads], a["stripe_page"], a["stripe_offset"])
+        out = self._peers.buffer((len(packed), heads, self._model.kv_lora_rank), self._dtype)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        lse = self._peers.buffer((len(packed), heads), wide)
+        self._decode(packed[:, :heads], pages, step, out, lse)
+        return self._peers.merge_parts(out, lse, counts, offsets, step.shape.absorbed)
+
+    _ABSORBED = {Layout.TP: _local, Layout.DP: _local, Layout.DOP: _at_owner, Layout.CP: _by_stripes}
+
+    def _expanded(self, layer: int, q: torch.Tensor, pages: torch.Tensor, step: DeviceStep, out: torch.Tensor) -> None:
+        """q [E, H, nope + R] rotated, against up-projected context, into out [E, H, v]."""
+        model, position = self._model, step.arrays["position"][step.shape.absorbed :]
+        merges = len(step.rounds) > 1
+        wide = torch.promote_types(self._dtype, torch.float32)
+        sums = torch.zeros_like(out, dtype=wide) if merges else out
+        lse = torch.full(out.shape[:2], -torch.inf, dtype=wide, device=out.device) if merges else None
+        for part in step.rounds:
+            rows = self._state.context[: part.num_rows]
+            if self._shared:
+                self._peers.context_rows(pages, part.holder, part.page, part.offset, rows)
+            else:
+                self._k.gather(pages, part.page, part.offset, rows)
+            if not len(q):
+                continue
+            first, used = 0, 0
+            for block in self._blocks:
+                pair = []
+                for name in ("w_uk", "w_uv"):
+                    w = block[f"layers.{layer}.{name}"]
+                    size = part.num_rows * w.shape[0] * w.shape[1]
+                    view = self._state.expanded[used : used + size].view(part.num_rows, *w.shape[:2])
+                    ops.expand(rows[:, : model.kv_lora_rank], w, view)
+                    used += size
+                    pair.append(view)
+                heads = slice(first, first + pair[0].shape[1])
+                self._k.prefill(
+                    q[:, heads],
+                    position,
+                    rows,
+                    pair[0],
+                    pair[1],
+                    part.segments,
+                    part.tiles,
+                    model.softmax_scale,
+                    sums[:, heads],
+                    None if lse is None else lse[:, heads],
+                    merges,
+                )
+                first += pair[0].shape[1]
+        if merges:
+            out.copy_(sums)
+
+    def project_out(self, layer: int, values: torch.Tensor, out: torch.Tensor) -> None:
+        """values [T_r, H, v] through the output projection into out [T_r, D]."""
+        first = 0
+        for block in self._blocks:
+            o = block[f"layers.{layer}.o"]
+            x = values[:, first : first + len(o)].flatten(1)
+            if first == 0:
+                torch.mm(x, o.flatten(0, 1), out=out)
+            else:
+                out.addmm_(x, o.flatten(0, 1))
+            first += len(o)
+
+
+def _stacked(own: dict[str, torch.Tensor], prefix: str) -> torch.Tensor | None:
+    """q_a and kv_a as one matrix [Q + W, D], where they lie one right after the other; a view."""
+    kv_a, q_a = own[prefix + "kv_a"], own.get(prefix + "q_a")
+    if q_a is None:
+        return kv_a
+    gap = kv_a.data_ptr() - q_a.data_ptr()
+    if gap != q_a.nbytes:
+        return None
+    return q_a.as_strided((len(q_a) + len(kv_a), q_a.shape[1]), (q_a.shape[1], 1))
