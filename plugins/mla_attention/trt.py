@@ -1,4 +1,5 @@
-"""splash::mla_attention: absorbed queries against paged latent rows. As decode_reference.py."""
+"""splash::mla_attention: absorbed queries against paged latent rows, as decode_reference.py; and
+splash::mla_prefill: expanded queries against one block of context rows, as prefill_reference.py."""
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
@@ -8,13 +9,20 @@ import tensorrt.plugin as trtp
 from triton.backends.compiler import GPUTarget
 
 from splash_plugins.aot import compile_entry
+from splash_plugins.mla_attention import plugin_prefill_kernel
 from splash_plugins.mla_attention.plugin_kernel import blocks_of_heads, entry
 from splash_plugins.trt_support import constants, launch, pointer
 
 NAME = "splash::mla_attention"
+PREFILL = "splash::mla_prefill"
 
 
 def register(target: GPUTarget) -> None:
+    _register_decode(target)
+    _register_prefill(target)
+
+
+def _register_decode(target: GPUTarget) -> None:
     """q [A, H, W], pool [P, layers, S, W], tables [slots, C], slot, first, length [A] int32; out [A, H, L] as q,
     lse [A, H] float32."""
 
@@ -67,3 +75,50 @@ def register(target: GPUTarget) -> None:
         )
         grid = q.shape_expr[0] * blocks_of_heads(made)
         return launch(compile_entry(made, target), [grid], [tables.shape_expr[1]])
+
+
+def _register_prefill(target: GPUTarget) -> None:
+    """q [E, h, nope + R], position [E] int32, rows [C, W], k_nope [C, h, nope], v [C, h, vd], segments [S, 5] and tiles
+    [n, 2] int32 (plugins/mla_attention/prefill_kernel.py); out [E, h, vd] as q, lse [E, h] float32, both undefined for
+    queries in no tile."""
+
+    @trtp.register(PREFILL)
+    def describe(
+        q: trtp.TensorDesc,
+        position: trtp.TensorDesc,
+        rows: trtp.TensorDesc,
+        k_nope: trtp.TensorDesc,
+        v: trtp.TensorDesc,
+        segments: trtp.TensorDesc,
+        tiles: trtp.TensorDesc,
+        scale: float,
+    ) -> tuple[trtp.TensorDesc, trtp.TensorDesc]:
+        queries, heads, _ = q.shape_expr
+        return (
+            trtp.from_shape_expr((queries, heads, v.shape_expr[2]), q.dtype),
+            trtp.from_shape_expr((queries, heads), trt.float32),
+        )
+
+    @trtp.aot_impl(PREFILL)
+    def implement(
+        q: trtp.TensorDesc,
+        position: trtp.TensorDesc,
+        rows: trtp.TensorDesc,
+        k_nope: trtp.TensorDesc,
+        v: trtp.TensorDesc,
+        segments: trtp.TensorDesc,
+        tiles: trtp.TensorDesc,
+        scale: float,
+        outputs: tuple[trtp.TensorDesc],
+        tactic: int,
+    ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
+        heads, depth = constants(q, "q", 1, 2)
+        (nope,), (vd,) = constants(k_nope, "k_nope", 2), constants(v, "v", 2)
+        (width,) = constants(rows, "rows", 1)
+        item_bytes = 4 if q.dtype == trt.float32 else 2
+        made = plugin_prefill_kernel.entry(
+            pointer(q), heads, nope, depth - nope, vd, width, scale, item_bytes, target
+        )  # fmt: skip
+        count = tiles.shape_expr[0]
+        grid = count * plugin_prefill_kernel.programs_of_a_tile(made)
+        return launch(compile_entry(made, target), [grid], [count])

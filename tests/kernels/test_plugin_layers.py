@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from splash_plugins.cache_append.reference import append_rows
 from splash_plugins.grouped_experts.reference import sum_of_experts
-from splash_plugins.lse_merge.reference import lse_merge
-from splash_plugins.mla_attention.decode_reference import decode
-from splash_plugins.page_transfer.reference import page_transfer
+from splash_plugins.plugin_references import REFERENCES
 from tests.oracles.tensorrt_stub import PluginLayer, install
 from tests.plugins.layers import ALL_HEADS, BY_NAME, HEADS, LATENT, PAGE_TOKENS, TOP_K, WIDTH, Layer, sizes_of
 from tests.plugins.test_registrations import sources  # noqa: F401 (a fixture)
@@ -99,37 +96,42 @@ def random_of(layer: Layer, tokens: int, device: str) -> dict[str, torch.Tensor]
     return made
 
 
+def expected_of(layer: Layer, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return REFERENCES[layer.plugin](*[tensor.clone() for tensor in inputs.values()], **layer.attributes)
+
+
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_lse_merge(run: Runner, device: str, tokens: int) -> None:
-    inputs = random_of(BY_NAME["lse_merge"], tokens, device)
+    layer = BY_NAME["lse_merge"]
+    inputs = random_of(layer, tokens, device)
     inputs["lses"][0, 0] = -torch.inf
-    inputs["outs"][0, 0] = torch.nan  # a part with nothing may hold anything
     inputs["lses"][:, -1, 1] = -torch.inf
-    out, lse = run(BY_NAME["lse_merge"], inputs)
-    expected, expected_lse = lse_merge(inputs["outs"].nan_to_num(), inputs["lses"])
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
+    expected = expected_of(layer, inputs)
+    inputs["outs"][0, 0] = torch.nan  # a part with nothing may hold anything
+    out, lse = run(layer, inputs)
+    torch.testing.assert_close((out, lse), expected)
     assert bool((out[-1, 1] == 0).all()) and float(lse[-1, 1]) == -torch.inf
 
 
 def test_cache_append(run: Runner, device: str) -> None:
-    inputs = random_of(BY_NAME["cache_append"], 5, device)
+    layer = BY_NAME["cache_append"]
+    inputs = random_of(layer, 5, device)
     inputs["page"].copy_(torch.tensor([3, -1, 8, 3, 0]))
     inputs["offset"].copy_(torch.tensor([0, 4, PAGE_TOKENS - 1, 7, 2]))
-    expected = inputs["pool"].clone()
-    append_rows(expected[:, 1], inputs["rows"], inputs["page"], inputs["offset"])
-    (pool,) = run(BY_NAME["cache_append"], inputs)
-    assert pool is inputs["pool"] and torch.equal(pool, expected)
+    before = inputs["pool"].clone()
+    (expected,) = expected_of(layer, inputs)
+    (pool,) = run(layer, inputs)
+    assert pool is inputs["pool"] and torch.equal(pool, expected) and int((pool != before).any(dim=-1).sum()) == 4
 
 
 def test_page_transfer(run: Runner, device: str) -> None:
-    inputs = random_of(BY_NAME["page_transfer"], 4, device)
+    layer = BY_NAME["page_transfer"]
+    inputs = random_of(layer, 4, device)
     inputs["taken"].copy_(torch.tensor([6, 1, 2, 0]))
     inputs["placed"].copy_(torch.tensor([0, 8, -1, 5]))
-    expected = inputs["pool"].clone()
-    page_transfer(inputs["source"], inputs["taken"], expected, inputs["placed"])
-    (pool,) = run(BY_NAME["page_transfer"], inputs)
-    assert pool is inputs["pool"] and torch.equal(pool, expected)
+    (expected,) = expected_of(layer, inputs)
+    (pool,) = run(layer, inputs)
+    assert pool is inputs["pool"] and torch.equal(pool, expected) and torch.equal(pool[5], inputs["source"][0])
 
 
 def test_mla_attention(run: Runner, device: str) -> None:
@@ -139,13 +141,19 @@ def test_mla_attention(run: Runner, device: str) -> None:
     inputs["slot"].copy_(torch.tensor([4, 0, 2, 2, 1]))
     inputs["first"].copy_(torch.tensor([0, 1, 0, 2, 0]))
     inputs["length"].copy_(torch.tensor([64, 33, 0, 1, 17]))
-    expected = torch.empty((5, HEADS, LATENT), device=device)
-    expected_lse = torch.empty((5, HEADS), device=device)
-    tensors = [inputs[n] for n in ("tables", "slot", "first", "length")]
-    decode(inputs["q"], inputs["pool"][:, 2], *tensors, 1, LATENT, 0.125, expected, expected_lse)
-    out, lse = run(layer, inputs)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tuple(run(layer, inputs)), expected_of(layer, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_mla_prefill(run: Runner, device: str) -> None:
+    """Two requests' queries: a whole prompt, and the end of one whose beginning is cached; rows 4 … 29 are theirs."""
+    layer = BY_NAME["mla_prefill"]
+    inputs = random_of(layer, 13, device)
+    inputs["position"].copy_(torch.cat([torch.arange(8), torch.arange(13, 18)]))
+    inputs["segments"].copy_(torch.tensor([[0, 8, 4, 12, 0], [8, 13, 12, 30, 0]]))
+    inputs["tiles"].copy_(torch.tensor([[0, 0], [1, 8], [-1, 0]]))  # the last one is padding
+    expected = expected_of(layer, inputs)
+    assert not bool(expected[0].isnan().any())
+    torch.testing.assert_close(tuple(run(layer, inputs)), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -156,12 +164,16 @@ def test_grouped_experts(run: Runner, device: str, tokens: int) -> None:
     first["choice"][-1, 1] = -1
     first["gate_up"] *= 0.1
     (hidden,) = run(up, first)
+    (expected,) = expected_of(up, first)
+    here = ~expected.isnan()
+    torch.testing.assert_close(hidden[here], expected[here], rtol=1e-4, atol=1e-5)
     second = random_of(down, tokens, device) | {"hidden": hidden, "choice": first["choice"]}
     (out,) = run(down, second)
-    expected = torch.empty_like(out)
-    weights = (first["gate_up"], second["down"], 4, None, expected)
+    torch.testing.assert_close((out,), expected_of(down, second), rtol=1e-4, atol=1e-5)
+    both = torch.empty_like(out)
+    weights = (first["gate_up"], second["down"], 4, None, both)
     sum_of_experts(first["x"], first["choice"], second["weight"], *weights)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, both, rtol=1e-4, atol=1e-5)
 
 
 def without_meeting(constexprs: dict[str, Any]) -> None:

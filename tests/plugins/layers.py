@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 Dim = int | str
 
 HEADS, WIDTH, LATENT = 4, 80, 64
+NOPE, VALUE = 24, 32
 LAYERS, PAGE_TOKENS = 3, 16
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 48, 2
 ALL_EXPERTS, MAX_TOKENS = 8, 16
@@ -70,6 +71,20 @@ LAYERS_TESTED = (
         {"layer": 2, "stride": 1, "latent": LATENT, "scale": 0.125},
     ),
     Layer(
+        "splash::mla_prefill",
+        {
+            "q": (("T", HEADS, NOPE + WIDTH - LATENT), "rows"),
+            "position": PER_TOKEN,
+            "rows": (("R", WIDTH), "rows"),
+            "k_nope": (("R", HEADS, NOPE), "rows"),
+            "v": (("R", HEADS, VALUE), "rows"),
+            "segments": (("S", 5), "int32"),
+            "tiles": (("tiles", 2), "int32"),
+        },
+        {"out": (("T", HEADS, VALUE), "rows"), "lse": (("T", HEADS), "float32")},
+        {"scale": 0.125},
+    ),
+    Layer(
         "splash::grouped_experts_up",
         {
             "x": (("T", HIDDEN), "rows"),
@@ -124,13 +139,5 @@ BY_NAME = {layer.plugin.removeprefix("splash::"): layer for layer in LAYERS_TEST
 
 def sizes_of(tokens: int) -> dict[str, int]:
     """What the named dimensions are in a step of `tokens` tokens."""
-    return {
-        "T": tokens,
-        "P": 9,
-        "Q": 7,
-        "slots": 5,
-        "C": 4,
-        "pairs": tokens * TOP_K,
-        "M": 40000,
-        "B": max(1, tokens // 2),
-    }
+    fixed = {"P": 9, "Q": 7, "slots": 5, "C": 4, "M": 40000, "R": 30, "S": 2, "tiles": 3}
+    return {**fixed, "T": tokens, "pairs": tokens * TOP_K, "B": max(1, tokens // 2)}

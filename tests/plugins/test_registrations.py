@@ -90,6 +90,7 @@ def check_launches(found: dict[str, dict[str, Any]]) -> None:
         page = math.prod(evaluated(BY_NAME["page_transfer"].inputs["pool"][0][1:], tokens))
         assert launch("page_transfer", tokens) == ([tokens, -(-page // 4096), 1], [])
         assert launch("mla_attention", tokens) == ([tokens, 1, 1], [4])
+        assert launch("mla_prefill", tokens)[1] == [3] and launch("mla_prefill", tokens)[0][0] % (3 * 4) == 0
         assert launch("grouped_experts_up", tokens)[0][1] == 4
         assert launch("grouped_experts_up", tokens)[1] == [2 * tokens]
         assert launch("grouped_experts_down", tokens)[0][1] == tokens
