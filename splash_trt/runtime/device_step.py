@@ -1,4 +1,4 @@
-"""What a step's program works on, on the device: the step's arrays, and a rank's memory at addresses that never change."""
+"""What a step's program works on, on the device: the step's arrays, and memory of the rank's that never moves."""
 
 from __future__ import annotations
 

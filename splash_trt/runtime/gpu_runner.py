@@ -21,8 +21,8 @@ from splash_trt.memory.map import memory_map
 from splash_trt.models.config import ModelConfig
 from splash_trt.runtime.device_clock import CudaClock
 from splash_trt.runtime.device_runner import MAX_GRAPHED, DeviceRunner
-from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.mailbox import half_bytes
+from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.peers_cuda import connect, reachable
 from splash_trt.weights.source import WeightSource
 

@@ -18,6 +18,7 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
 from splash_trt.layout.spec import SPECS, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
+from splash_trt.runtime.beside import Beside
 from splash_trt.runtime.device_step import DeviceStep, RankState
 from splash_trt.runtime.latent_attention import LatentAttention
 from splash_trt.runtime.peers import Peers
@@ -57,6 +58,7 @@ class Program:
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim).to(device)
         self._dtype = state.storage.pages.dtype
         self._eps = model.norm_eps
+        self._beside = Beside(device)
 
     def __call__(self, step: DeviceStep) -> torch.Tensor:
         """[W, V_r] logits of this rank's part of the vocabulary, in the model's dtype."""
@@ -147,6 +149,10 @@ class Program:
             return self._gated(x, own[p + "gate_up"], own[p + "down"], out)
         config = self._model.experts
         assert config is not None
+        shared = None
+        if config.shared_intermediate_size:
+            with self._beside.run():
+                shared = self._gated(x, own[p + "shared.gate_up"], own[p + "shared.down"], torch.empty_like(out))
         choice = torch.empty((len(x), config.top_k), dtype=torch.int32, device=x.device)
         weight = torch.empty(choice.shape, dtype=torch.promote_types(self._dtype, torch.float32), device=x.device)
         self._k.route(
@@ -154,9 +160,7 @@ class Program:
         )
         if simulated is not None:
             choice = simulated
-        shared = None
-        if config.shared_intermediate_size:
-            shared = self._gated(x, own[p + "shared.gate_up"], own[p + "shared.down"], torch.empty_like(out))
+        self._beside.join()
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
         self._k.grouped_experts(x, choice, weight, gate_up, down, self._first_expert, shared, out)
         return out

@@ -1,9 +1,9 @@
 """From a plan to the arrays that a step's kernels read. Numpy on the host; nothing here depends on sampled ids.
 
 T_r tokens whose hidden state is on this rank, T tokens of all ranks one rank after another ("stacked"; T = T_r where
-all ranks compute all), A absorbed tokens of this rank, N ranks, W wanted positions. A rank's tokens are ordered absorbed
-first, in plan order within. With a bucket, sizes are padded to it so that one captured graph serves many steps; padding
-reads nothing and writes nothing.
+all ranks compute all), A absorbed tokens of this rank, N ranks, W wanted positions. A rank's tokens are ordered
+absorbed first, in plan order within. With a bucket, sizes are padded to it so that one captured graph serves many
+steps; padding reads nothing and writes nothing.
 """
 
 from __future__ import annotations
