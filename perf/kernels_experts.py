@@ -24,7 +24,8 @@ from perf.expert_cases import GLM, GPU, SLICE, TINY, Case, Checks, Shape, time_u
 from splash_plugins.embed import reference as embed_reference
 from splash_plugins.embed.kernel import embed
 from splash_plugins.grouped_experts import torch_kernel
-from splash_plugins.grouped_experts.kernel import grouped_experts, limits
+from splash_plugins.grouped_experts.device import limits
+from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.grouped_experts.tiles import Plan, Tiles, fit
 from splash_plugins.router import reference as router_reference
 from splash_plugins.router.kernel import route

@@ -6,20 +6,17 @@ T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T *
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
-from splash_plugins.grouped_experts.tiles import MAX_PAIRS, Device, Plan, Tiles, choose
+from splash_plugins.grouped_experts.tiles import MAX_PAIRS, Plan, Tiles, choose
 
 COMBINE_BLOCK = 1024
-INTERPRETED = Device(processors=2, shared_bytes=227 * 1024, tma=True)
 
 
 def grouped_experts(
@@ -51,16 +48,6 @@ def grouped_experts(
         tail = addend[rows] if addend is not None else None
         run = _few if chosen.few else _many
         run(chosen, x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows])
-
-
-@lru_cache(maxsize=64)
-def limits(device: torch.device) -> Device:
-    if device.type == "cpu":
-        return INTERPRETED
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    properties = driver.active.utils.get_device_properties(index)
-    tma = torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
-    return Device(processors=properties["multiprocessor_count"], shared_bytes=properties["max_shared_mem"], tma=tma)
 
 
 def _weights(w: torch.Tensor, tiles: Tiles) -> torch.Tensor | TensorDescriptor:

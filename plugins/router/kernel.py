@@ -11,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.grouped_experts.device import limits
 from splash_trt.models.config import Experts, GroupScore, Scoring
 
 SPLIT_TOKENS = 1024
 """Up to so many tokens, the logits are made by two programs a multiprocessor or more, each over a slice of D."""
-ROWS = 16
+MANY_TOKENS = 4096
+"""From so many on, programs take 64 rows instead of 16: each reads the whole router from the L2."""
 CHOOSE_ROWS = 4
 BLOCK_K = 128
 
@@ -203,29 +205,38 @@ def route(
     groups, size = experts.num_groups, experts.num_experts // experts.num_groups
     held = _columns(groups, size)
     rules = _rules(experts)
-    wide = held["GROUPS"] * held["SIZE"] > 128 or x.element_size() == 4
-    block = min(BLOCK_K // 2 if wide else BLOCK_K, max(16, triton.next_power_of_2(width)))
+    columns = held["GROUPS"] * held["SIZE"]
+    product = tile(num_rows, columns, width, x.element_size(), limits(x.device).shared_bytes)
+    block, blocks = product["BLOCK_K"], triton.cdiv(num_rows, product["ROWS"])
     slices = choose_slices(num_rows, width) if slices is None else slices
     slice_width = triton.cdiv(triton.cdiv(width, slices), block) * block
     slices = triton.cdiv(width, slice_width)
     precision = "ieee" if x.dtype is torch.float32 else "tf32"
-    product = {"WIDTH": width, "ROWS": ROWS, "BLOCK_K": block, "PRECISION": precision, "num_warps": 4, "num_stages": 4}
-    blocks = triton.cdiv(num_rows, ROWS)
     if slices == 1:
         route_kernel[(blocks,)](
             x, x.stride(0), router, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
-            **held, **rules, **product,
+            WIDTH=width, PRECISION=precision, **held, **rules, **product,
         )  # fmt: skip
         return
-    columns = held["GROUPS"] * held["SIZE"]
     partial = torch.empty((slices, num_rows, columns), dtype=torch.float32, device=x.device)
     partial_kernel[(blocks, slices)](
-        x, x.stride(0), router, num_tokens, partial, num_rows, groups, size, SLICE=slice_width, **held, **product
-    )
+        x, x.stride(0), router, num_tokens, partial, num_rows, groups, size,
+        WIDTH=width, SLICE=slice_width, PRECISION=precision, **held, **product,
+    )  # fmt: skip
     choose_kernel[(triton.cdiv(num_rows, CHOOSE_ROWS),)](
         partial, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
         SLICES=slices, ROWS=CHOOSE_ROWS, **held, **rules, num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)),
     )  # fmt: skip
+
+
+def tile(num_rows: int, columns: int, width: int, itemsize: int, shared_bytes: int) -> dict[str, int]:
+    """Block sizes and options of the products, within a block's shared memory."""
+    rows = 64 if num_rows >= MANY_TOKENS and itemsize == 2 else 16
+    block = min(BLOCK_K, max(16, triton.next_power_of_2(width)))
+    if columns > 128 or itemsize == 4:
+        block = max(16, block // 2)
+    stages = max(1, min(4, (shared_bytes - 2048) // ((rows + columns) * block * itemsize)))
+    return {"ROWS": rows, "BLOCK_K": block, "num_warps": 8 if rows == 64 else 4, "num_stages": stages}
 
 
 def _columns(groups: int, size: int) -> dict[str, int]:
@@ -250,4 +261,4 @@ def choose_slices(num_rows: int, width: int) -> int:
     """Slices of D that keep about 128 programs busy while there are few rows."""
     if num_rows > SPLIT_TOKENS:
         return 1
-    return max(1, min(width // (2 * BLOCK_K), 128 // triton.cdiv(num_rows, ROWS)))
+    return max(1, min(width // (2 * BLOCK_K), 128 // triton.cdiv(num_rows, 16)))

@@ -11,7 +11,7 @@ from splash_plugins.grouped_experts.gather_kernel import gather_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import count_kernel, place_kernel
 from splash_plugins.grouped_experts.tiles import TABLE, Device, Tiles, fit
-from splash_plugins.router.kernel import choose_kernel, partial_kernel, route_kernel
+from splash_plugins.router.kernel import choose_kernel, partial_kernel, route_kernel, tile
 from splash_plugins.silu_mul.kernel import silu_mul_kernel
 from tests.kernels.aot import Kernel, Target
 
@@ -74,12 +74,17 @@ def _sort() -> list[Kernel]:
 def _router(target: Target) -> list[Kernel]:
     rules = {"TOP_K": TOP_K, "TOP_GROUPS": 1, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 4}
     grouped = {"TOP_K": 8, "TOP_GROUPS": 4, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 8}
-    product = {"WIDTH": HIDDEN, "ROWS": 16, "BLOCK_K": 128, "PRECISION": "tf32"}
-    held = {"GROUPS": 1, "SIZE": EXPERTS}
-    stages = 4 if target.shared_bytes > 99 * 1024 else 2
+    held = {"WIDTH": HIDDEN, "GROUPS": 1, "SIZE": EXPERTS, "PRECISION": "tf32"}
+
+    def product(function: Any, num_rows: int, **more: Any) -> Kernel:
+        blocks = tile(num_rows, EXPERTS, HIDDEN, 2, target.shared_bytes)
+        warps, stages = blocks.pop("num_warps"), blocks.pop("num_stages")
+        return _kernel(function, {**held, **blocks, **more}, warps, stages)
+
     return [
-        _kernel(route_kernel, {**product, **held, **rules}, 4, stages),
-        _kernel(partial_kernel, {**product, **held, "SLICE": 256}, 4, stages),
+        product(route_kernel, 2048, **rules),
+        product(route_kernel, 8192, **rules),
+        product(partial_kernel, TOKENS, SLICE=256),
         _kernel(choose_kernel, {"SLICES": 8, "ROWS": 4, "GROUPS": 8, "SIZE": 8, **grouped}, 2),
     ]
 
