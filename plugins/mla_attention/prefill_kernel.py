@@ -209,7 +209,7 @@ def pad(dim: int) -> int:
 
 
 def choose_blocks(nope: int, rope: int, vd: int, itemsize: int, shared_bytes: int, tma: bool) -> Blocks:
-    """The largest blocks that fit what a block of threads can have in shared memory; measured on an H200."""
+    """The largest blocks that fit the shared memory of a block of threads (and registers, on Hopper)."""
     depth, value = sum(split_nope(nope)) + pad(rope), pad(vd)
     tries = [
         Blocks(block_m=128, block_n=64, warps=8, stages=3),

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from splash_plugins.mla_attention import prefill_reference
+from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference
 from splash_plugins.mla_attention.gather_kernel import gather_rows
 from splash_plugins.mla_attention.prefill_kernel import NO_TILE, PREFILL_TILE, Blocks, prefill, split_nope, tiles_of
 from splash_plugins.mla_attention.prefill_sdpa import runs_of
 
 pytestmark = pytest.mark.kernels
 
-SMALL = Blocks(block_m=64, block_n=32, warps=4, stages=1)
+# Quick to interpret, and quick to compile where float32 products are unrolled.
+INTERPRETED = Blocks(block_m=64, block_n=32, warps=4, stages=1)
+COMPILED = Blocks(block_m=32, block_n=16, warps=8, stages=1)
 SCALE = 0.3
 
 
@@ -37,7 +39,7 @@ class Case:
         indices = [torch.from_numpy(a.astype(np.int32)).to(device) for a in (self.segments, tiles)]
         arguments = (self.q, self.position, self.rows, self.k_nope, self.v, *indices, SCALE, out, lse, merge)
         if kernel:
-            prefill(*arguments, blocks=SMALL)
+            prefill(*arguments, blocks=COMPILED if self.q.is_cuda else INTERPRETED)
         else:
             prefill_reference.prefill(*arguments)
 
@@ -178,6 +180,37 @@ def test_gathered_rows(device: str) -> None:
     want = pages[page.clamp(min=0).long(), offset.clamp(max=3).long()] * (page >= 0)[:, None]
     assert torch.equal(out[:, :40], want) and torch.isnan(out[:, 40:]).all()
     gather_rows(pages, page[:0], offset[:0], out[:0, :40])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(192, 64, 256), (128, 64, 128)])
+@pytest.mark.parametrize("merge", [False, True])
+def test_hopper(device: str, dims: tuple[int, int, int], merge: bool) -> None:
+    """In bfloat16, with its own kernel; some queries see nothing, and a tile is padding."""
+    segments = [(0, 200, 0, 300, 120), (200, 201, 300, 340, 0), (201, 230, 340, 469, 0)]
+    position = np.concatenate([np.arange(200), [30], np.arange(100, 129)])
+    case = make_case(device, segments, position, 6, dims)
+    case.v[-3:] = 1e3
+    nope, rope, vd = dims
+    case = Case(case.q.bfloat16(), case.position, case.rows.bfloat16(), *split_keys(case, nope), case.segments)
+    assert prefill_hopper_kernel.supports(case.q, case.rows, case.k_nope, case.v)
+    tiles = np.concatenate([tiles_of(case.segments), [[NO_TILE, 0]]])
+    index = [torch.from_numpy(a.astype(np.int32)).to(device) for a in (case.segments, tiles)]
+    out = torch.randn((len(position), 6, vd), device=device)
+    lse = torch.randn((len(position), 6), device=device)
+    want_out, want_lse = out.clone(), lse.clone()
+    inputs = (case.q, case.position, case.rows, case.k_nope, case.v, *index, SCALE)
+    prefill_hopper_kernel.prefill(*inputs, out, lse, merge)
+    wide = (*(t.float() if t.is_floating_point() else t for t in inputs[:-1]), SCALE)
+    prefill_reference.prefill(*wide, want_out, want_lse, merge)
+    torch.testing.assert_close(out, want_out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=2e-3, atol=2e-3)
+
+
+def split_keys(case: Case, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in bfloat16, as one up-projection leaves them: side by side, head by head."""
+    fused = torch.cat([case.k_nope, case.v], dim=-1).bfloat16()
+    return fused[..., :nope], fused[..., nope:]
 
 
 def test_pieces_of_runs_are_what_queries_see() -> None:
