@@ -23,7 +23,7 @@ from splash_trt.dist.rank_sum import even_split
 from splash_trt.memory.device_memory import DeviceMemory, copy
 from splash_trt.runtime.mailbox import SLOT_BYTES, Mapped
 from splash_trt.runtime.peers import Peers
-from splash_trt.runtime.peers_cuda import CudaPeers, connect, reachable
+from splash_trt.runtime.peers_cuda import PUSH_BYTES, CudaPeers, connect, reachable
 from tests.mpi import gpu_peer_cases, peer_cases
 
 D, H, W, L, PAGE = 2048, 20, 576, 512, 64
@@ -49,7 +49,7 @@ class Bench:
         self.mapped = [Mapped(m.bytes, share(m, comm, 60.0)) for m in (self.mailbox, self.arena)]
         self.heads = even_split(H, self.size)
 
-    def variant(self, push_bytes: int = SLOT_BYTES, num_blocks: int = 128) -> CudaPeers:
+    def variant(self, push_bytes: int, num_blocks: int = 128) -> CudaPeers:
         mailbox, arena = self.mapped
         return CudaPeers(self.rank, mailbox, HALF, arena, self.offsets, num_blocks, push_bytes)
 
@@ -162,6 +162,20 @@ class Bench:
             rate = num_bytes / graph / 1e3
             print(f"{rows:6d}  {name:22s} {eager:8.1f} {graph:8.2f}  {num_bytes / 1e3:10.0f} {rate:7.0f}", flush=True)
 
+    def alternatives(self, name: str, rows: int, operation: Operation, num_bytes: int) -> None:
+        """Pushed where it is read, read where it is pushed, and with other grids."""
+        if name not in ("sum", "sum, spread", "gather"):
+            return
+        pushed = rows * D * 2 <= PUSH_BYTES
+        others = {"read": self.variant(0)} if pushed else {}
+        if not pushed and rows * D * 2 <= SLOT_BYTES:
+            others["pushed"] = self.variant(SLOT_BYTES)
+        if not pushed and name == "sum":
+            others |= {f"{blocks} blocks": self.variant(0, blocks) for blocks in (64, 256)}
+        for how, peers in others.items():
+            peers.begin()
+            self.line(f"{name}, {how}", peers, rows, operation, num_bytes)
+
     def copies(self) -> None:
         """Peer to own memory by the copy engine, all ranks at once."""
         source = self.mapped[1].addresses[(self.rank + 1) % self.size]
@@ -184,7 +198,7 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128, 512, 4096, 8192])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096, 8192])
     parser.add_argument("--check-only", action="store_true")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(240, exit=True)
@@ -205,11 +219,7 @@ def main() -> int:
             for name, (operation, num_bytes) in bench.operations(rows).items():
                 bench.peers.begin()
                 bench.line(name, bench.peers, rows, operation, num_bytes)
-                if name == "sum":
-                    for blocks in (128,) if rows <= 64 else (64, 256):
-                        other = bench.variant(0, blocks)
-                        other.begin()
-                        bench.line(f"sum, read, {blocks} blocks", other, rows, operation, num_bytes)
+                bench.alternatives(name, rows, operation, num_bytes)
         bench.copies()
     comm.Barrier()
     if bench.rank == 0:

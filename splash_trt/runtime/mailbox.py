@@ -18,8 +18,8 @@ from splash_plugins.peer_rows import kernel
 from splash_trt.models.config import ModelConfig
 
 ALIGNMENT = 256
-SLOT_BYTES = 256 << 10
-"""The most that a rank pushes to each other rank in a sum."""
+SLOT_BYTES = 1 << 20
+"""The most that a rank can push to each other rank in one operation."""
 SLOTS_BYTES = 2 * kernel.MAX_RANKS * SLOT_BYTES
 SLOTS_AT = kernel.FLAG_BYTES + 2 * ALIGNMENT
 HALVES_AT = SLOTS_AT + SLOTS_BYTES

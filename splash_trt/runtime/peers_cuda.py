@@ -36,12 +36,14 @@ from splash_plugins.peer_rows import kernel
 from splash_trt.dist.handles import on_one_host, share
 from splash_trt.dist.rank_sum import even_split
 from splash_trt.memory.device_memory import DeviceMemory
-from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox, Mapped, mailbox_bytes
+from splash_trt.runtime.mailbox import Mailbox, Mapped, mailbox_bytes
 from splash_trt.runtime.pushes import Pushes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+PUSH_BYTES = 256 << 10
+"""Up to where rows are pushed: then a message's own time, some 0.7 us over NVLink, is below that of its ways."""
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
 
@@ -83,7 +85,7 @@ class CudaPeers:
 
     mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: what holds the cache
     pages, which begin `pages_offsets` [N] bytes into each rank's. num_blocks: of the largest grid. push_bytes: up to
-    this size of all rows, sums and gathers push them.
+    this size of all rows (at most mailbox.SLOT_BYTES), sums and gathers push them.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class CudaPeers:
         arena: Mapped | None = None,
         pages_offsets: Sequence[int] = (),
         num_blocks: int = 128,
-        push_bytes: int = SLOT_BYTES,
+        push_bytes: int = PUSH_BYTES,
     ) -> None:
         self.rank, self.size = rank, len(mailbox.addresses)
         assert self.size <= kernel.MAX_RANKS and 0 < num_blocks <= kernel.MAX_BLOCKS, (self.size, num_blocks)
@@ -114,6 +116,12 @@ class CudaPeers:
             "RANKS": kernel.MAX_RANKS,
         }
         self._common = {**self._meeting, "MEET": self.size > 1}
+
+    @property
+    def arena_addresses(self) -> tuple[int, ...]:
+        """[N]: where this rank sees each rank's arena."""
+        assert self._arena is not None
+        return tuple(self._arena.addresses)
 
     def begin(self) -> None:
         self._mailbox.reset()

@@ -17,9 +17,7 @@ _INTEGERS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 class Pushes:
     """Launches them; each counts as one that meets the others. bases [N] int64: where this rank sees each mailbox."""
 
-    def __init__(
-        self, rank: int, bases: torch.Tensor, mailbox: Mailbox, num_blocks: int, limit_bytes: int = SLOT_BYTES
-    ) -> None:
+    def __init__(self, rank: int, bases: torch.Tensor, mailbox: Mailbox, num_blocks: int, limit_bytes: int) -> None:
         assert 0 <= limit_bytes <= SLOT_BYTES, limit_bytes
         self._rank, self._size = rank, len(bases)
         self._bases = bases
