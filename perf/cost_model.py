@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from perf import harness, report
+from perf.engines.step_ranks import check
 from splash_trt import environment
 from splash_trt.calibrate.run import Calibration, calibrate
 from splash_trt.calibrate.run import report as told
@@ -31,6 +32,7 @@ from splash_trt.llm import LLM
 from splash_trt.models.families import load_config
 from splash_trt.request import SamplingParams
 from splash_trt.weights.checkpoint import Checkpoint
+from splash_trt.weights.dummy import DummyWeights
 
 MODEL = harness.ROOT / "models" / "splash-tiny"
 VIEW = harness.View(x="measured_ms", y="predicted_ms", series="layout", panels=("clock", "ranks"), ratio="error")
@@ -44,6 +46,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     device: dict[str, Any]
     text: str
     summary: dict[str, float]
+    tokens: dict[str, list[list[int]]]
+    """On GPUs, per layout: what the check compares."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -52,6 +56,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", action="store_true", help="ranks are threads, measured by CPU time")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to measure for")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--model", type=Path, help="folder with a config.json, for random weights and uniform routing; "
+                        "default: models/splash-tiny as it is")  # fmt: skip
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
@@ -61,21 +68,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def measure(world: World, options: argparse.Namespace) -> Findings | None:
     """On every rank; rank 0 gets the findings."""
     torch.set_num_threads(1)
-    model = load_config(MODEL)
+    model = load_config(options.model or MODEL)
     result = calibrate(
         world,
         model,
-        Checkpoint(MODEL, model),
+        Checkpoint(MODEL, model) if options.model is None else DummyWeights(model),
+        simulate_routing="" if options.model is None else "uniform",
         dtype=options.dtype,
         seconds=60 * options.minutes,
         cores=1 if options.threads else None,
         clock=time.process_time if options.threads else time.perf_counter,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    return None if result is None else findings(result, options)
+    tokens = check(world, list(Layout), "float64", "gpu") if options.run_on == "gpu" else {}
+    return None if result is None else findings(result, options, tokens)
 
 
-def findings(result: Calibration, options: argparse.Namespace) -> Findings:
+def findings(result: Calibration, options: argparse.Namespace, tokens: dict[str, list[list[int]]]) -> Findings:
     rows: list[harness.Row] = [
         {
             "clock": "cpu" if options.threads else "wall",
@@ -94,7 +103,7 @@ def findings(result: Calibration, options: argparse.Namespace) -> Findings:
         summary[f"median_error_{name}"] = round(result.quantile(0.5, layout), 4)
         summary[f"p90_error_{name}"] = round(result.quantile(0.9, layout), 4)
     device = asdict(result.device)
-    return Findings(rows=rows, device=device, text=told(result), summary=summary)
+    return Findings(rows=rows, device=device, text=told(result), summary=summary, tokens=tokens)
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> Findings:
@@ -107,7 +116,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> Findings:
         path = Path(folder) / "findings.json"
         argv = [sys.executable, "-m", "perf.cost_model", *arguments, "--findings", str(path)]
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
-        command = mpirun_command(options.ranks, argv)
+        command = mpirun_command(options.ranks, argv, on_gpus=options.run_on == "gpu")
         subprocess.run(command, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
         return msgspec.json.decode(path.read_bytes(), type=Findings)
 
@@ -121,7 +130,15 @@ def rank(options: argparse.Namespace) -> int:
             options.findings.write_bytes(msgspec.json.encode(found))
         return 0
 
-    run_under_mpi(program, 300.0)
+    run_under_mpi(program, 300.0, run_on=options.run_on)
+
+
+def same_on_gpus(tokens: dict[str, list[list[int]]], ranks: int) -> str:
+    """As same_tokens, of what the ranks told on their GPUs."""
+    expected = tokens["tp"]
+    for layout, found in tokens.items():
+        assert found == expected, f"{layout} differs from tp"
+    return f"the same {sum(map(len, expected))} tokens from {', '.join(tokens)} on {ranks} GPUs"
 
 
 def same_tokens(ranks: int) -> str:
@@ -130,11 +147,18 @@ def same_tokens(ranks: int) -> str:
     prompts = [[(7 * n + 13 * i) % 2048 for i in range(n)] for n in CHECK_PROMPTS]
     wish = SamplingParams(max_tokens=CHECK_TOKENS, temperature=0.0, ignore_eos=True)
     for layout in Layout:
-        with LLM(MODEL, ranks=ranks, layout=layout.name.lower(), dtype="float64") as llm:
+        with LLM(MODEL, ranks=ranks, run_on="cpu", layout=layout.name.lower(), dtype="float64") as llm:
             tokens = [completion.tokens for completion in llm.generate(prompts, wish)]
         expected = expected or tokens
         assert tokens == expected, f"{layout.name.lower()} differs from tp"
     return f"the same {len(CHECK_PROMPTS) * CHECK_TOKENS} tokens from tp, dp, cp, dop on {ranks} ranks"
+
+
+def check_of(options: argparse.Namespace, found: Findings) -> harness.Check:
+    if options.run_on == "gpu":
+        what = "greedy tokens in float64, tiny model"
+        return harness.checked(what, lambda: same_on_gpus(found.tokens, options.ranks))
+    return harness.checked("greedy tokens in float64, models/splash-tiny", lambda: same_tokens(options.ranks))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -143,16 +167,19 @@ def main(arguments: Sequence[str]) -> int:
         return rank(options)
     found = run(options, arguments)
     print(found.text)
-    config = {name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype")}
-    config |= {"model": "models/splash-tiny", "summary": found.summary, "device": found.device}
-    settings = harness.without(arguments, "--remark", options.remark)
+    name = "splash-tiny" if options.model is None else options.model.name
+    config = {name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on")}
+    config |= {"model": name, "summary": found.summary, "device": found.device}
+    settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    settings = [name if word == str(options.model) else word for word in settings]
+    where = {"gpu": "gpus", "cpu": "ranks"}[options.run_on]
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="scheduler",
-        name=f"cost_model_{'threads' if options.threads else 'ranks'}_{options.ranks}",
+        name=f"cost_model_{'threads' if options.threads else where}_{options.ranks}",
         title="Steps that the cost model was not calibrated on, predicted and measured",
         provenance=harness.provenance(config, "perf.cost_model", settings, options.remark),
-        check=harness.checked("greedy tokens in float64, models/splash-tiny", lambda: same_tokens(options.ranks)),
+        check=check_of(options, found),
         view=VIEW,
         rows=found.rows,
     )

@@ -62,7 +62,7 @@ def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
     layouts = [Layout.parse(name) for name in settings.layouts]
-    tokens = _check(world, layouts, settings)
+    tokens = check(world, layouts, settings.check_dtype, settings.run_on)
     decode: list[Row] = []
     prefill: list[Row] = []
     for dtype in settings.dtypes:
@@ -94,17 +94,17 @@ def measure(world: World, settings: Settings) -> Findings:
     return Findings(decode=decode, prefill=prefill, tokens=tokens)
 
 
-def _check(world: World, layouts: list[Layout], settings: Settings) -> dict[str, list[list[int]]]:
+def check(world: World, layouts: list[Layout], dtype: str, run_on: str) -> dict[str, list[list[int]]]:
     """Greedy continuations of a tiny model, per layout; on rank 0."""
     model = load_config(CONFIGS / "tiny")
     config = bench_config(
         model,
         num_ranks=world.size,
-        dtype=settings.check_dtype,
+        dtype=dtype,
         cache_tokens=4096,
         max_batch_tokens=96,
         page_tokens=16,
-        run_on=settings.run_on,
+        run_on=run_on,
     )
     bench = Bench(world, CONFIGS / "tiny", config)
     if world.rank:

@@ -20,9 +20,9 @@ from splash_trt.layout.spec import SPECS, PlacementKind
 from splash_trt.plan import SAMPLE, SAMPLING_DTYPE, Plan
 from splash_trt.request import SamplingParams
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (64, 512, 2048, 8192, 32768)
-CHUNKS = (16, 64, 256, 1024, 2048)
+CHUNKS = (16, 64, 256, 1024, 2048, 8192)
 PREFIXES = (0, 512, 2048, 8192, 32768)
 MOVED_PAGES = (4, 16)
 PAGE_TOKENS = EngineConfig.page_tokens

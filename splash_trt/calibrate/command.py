@@ -16,12 +16,14 @@ import tempfile
 from pathlib import Path
 
 import click
+import torch
 
 from splash_engines.open import Engine, open_engine
 from splash_trt import environment, lifeline
 from splash_trt.calibrate.run import Calibration, calibrate, report
+from splash_trt.dist.place import DEFAULTS, choose
 from splash_trt.dist.watchdog import last_words
-from splash_trt.dist.world import ThreadWorld, World
+from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.frontends import how_it_ended
 from splash_trt.launch import end_mpirun, mpirun_command, run_under_mpi
 from splash_trt.options import or_fail
@@ -39,6 +41,7 @@ def calibrate_engine(
     out: Path | None,
     minutes: float,
     dtype: str | None,
+    run_on: str,
     lifeline_path: Path | None,
 ) -> None:
     """The command (splash_trt/commands/calibrate.py), by its options. lifeline_path: on a rank that `_start` began."""
@@ -48,24 +51,27 @@ def calibrate_engine(
     ranks = ranks or environment.mpi_size()
     path = out or calibration_file(folder, ranks)
     or_fail(lambda: _check(path, ranks))
+    ranks_here = environment.ranks_here() if environment.under_mpirun() else ranks
+    place = or_fail(lambda: choose(run_on, ranks_here))
 
     def program(world: World) -> int:
+        default = DEFAULTS["gpu" if world.device.type == "cuda" else "cpu"].get("dtype", engine.model.dtype)
         result = calibrate(
-            world, engine.model, engine.source, dtype=dtype or engine.model.dtype, seconds=60 * minutes, progress=_say
+            world, engine.model, engine.source, dtype=dtype or default, seconds=60 * minutes, progress=_say
         )
         if result is not None:
             _keep(result, path)
         return 0
 
     if environment.under_mpirun():
-        run_under_mpi(program, STEP_DEADLINE_S)
+        run_under_mpi(program, STEP_DEADLINE_S, run_on=run_on)
     if ranks == 1:
         # At once: an interpreter that ends in order while a rank's thread computes aborts.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os._exit(128 + number))
-        ThreadWorld(1, STEP_DEADLINE_S).run(program)
+        ThreadWorld(1, STEP_DEADLINE_S, torch.device("cuda", 0) if place == "gpu" else CPU).run(program)
         return
-    sys.exit(_start(engine, ranks, path, minutes, dtype))
+    sys.exit(_start(engine, ranks, path, minutes, dtype, place))
 
 
 def _check(path: Path, ranks: int) -> None:
@@ -76,14 +82,15 @@ def _check(path: Path, ranks: int) -> None:
         raise ValueError(f"out: {path.parent} is not a folder; make it first")
 
 
-def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | None) -> int:
+def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | None, run_on: str) -> int:
     """Run this command as the ranks of an mpirun; its exit code."""
     told: list[int] = []
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         line_path = Path(folder) / "lifeline"
         argv = [sys.executable, "-m", "splash_trt", "calibrate", "--engine", str(engine.folder), "--out", str(path)]
-        argv += ["--minutes", str(minutes), "--lifeline", str(line_path), *(["--dtype", dtype] if dtype else [])]
-        command = or_fail(lambda: mpirun_command(ranks, argv))
+        argv += ["--minutes", str(minutes), "--lifeline", str(line_path), "--run-on", run_on]
+        argv += ["--dtype", dtype] if dtype else []
+        command = or_fail(lambda: mpirun_command(ranks, argv, on_gpus=run_on == "gpu"))
         line = lifeline.Lifeline(line_path)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: told.append(number))

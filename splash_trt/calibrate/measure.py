@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from splash_trt.layout.spec import Residency
 from splash_trt.memory.arena import DTYPES
 from splash_trt.memory.map import memory_map, page_bytes
 from splash_trt.models.config import ModelConfig
+from splash_trt.plan import Plan
 from splash_trt.scheduler.batch import Batch
 from splash_trt.weights.source import WeightSource
 from splash_trt.worker import Worker, start_worker
@@ -33,11 +35,20 @@ Progress = Callable[[str], None]
 
 
 def calibration_config(
-    model: ModelConfig, *, num_ranks: int, dtype: str, limits: Limits, layouts: tuple[Layout, ...] = tuple(Layout)
+    model: ModelConfig,
+    *,
+    num_ranks: int,
+    dtype: str,
+    limits: Limits,
+    layouts: tuple[Layout, ...] = tuple(Layout),
+    run_on: str = "cpu",
+    simulate_routing: str = "",
 ) -> EngineConfig:
     """With room for the limits' cache on every rank beside the weights of FULL residency."""
     config = EngineConfig(
         num_ranks=num_ranks,
+        run_on=run_on,
+        simulate_routing=simulate_routing,
         layout=Layout.DP,
         layouts=layouts,
         dtype=dtype,
@@ -73,31 +84,50 @@ class Bench:
         # Real rows are finite and differ. The last pages that storage knows are not for use: weights lie there.
         usable = memory_map(model, config, world.rank).num_pages(Residency.FULL)
         pages = self._worker.runner.storage.pages[:usable]
-        pages.normal_(generator=torch.Generator().manual_seed(1))
+        pages.normal_(generator=torch.Generator(pages.device).manual_seed(1))
 
     def follow(self) -> None:
         """Ranks other than 0: until `release`."""
         self._worker.follow()
+        self._worker.runner.close()
 
     def release(self) -> None:
         self._worker.world.control.send_object(None)
+        self._worker.runner.close()
 
     def visit(self, cell: Cell) -> tuple[Batch, list[float]]:
         """The cell's batch, and the seconds of each of STEPS steps."""
+        plans = self._maker.plans(cell, STEPS + 1)
+        first = next(plans)
+        moved = 2 * cell.moved_pages * page_bytes(self._model, self._config)
+        batch = Batch.of(first, self._config.num_ranks, moved_bytes=moved)
+        timed = self._overlapped if self._config.run_on == "gpu" else self._one_by_one
+        return batch, timed(first, plans)
+
+    def _one_by_one(self, first: Plan, plans: Iterable[Plan]) -> list[float]:
+        """Seconds of each step but the first: ranks compute while a plan is handed to them."""
+        self._worker.send(first)()
         times: list[float] = []
-        batch: Batch | None = None
-        for index, plan in enumerate(self._maker.plans(cell, STEPS + 1)):
+        for plan in plans:
             begin = self._clock()
             self._worker.send(plan)()
-            if index == 0:
-                moved = 2 * cell.moved_pages * page_bytes(self._model, self._config)
-                batch = Batch.of(plan, self._config.num_ranks, moved_bytes=moved)
-                continue
             times.append(self._clock() - begin)
             if times[-1] > LONG_S:
                 break
-        assert batch is not None
-        return batch, times
+        return times
+
+    def _overlapped(self, first: Plan, plans: Iterable[Plan]) -> list[float]:
+        """The same where a step runs by itself once launched: each is launched before the last one's result is taken,
+        as in service, and its time is that from one result to the next."""
+        take, ends = self._worker.send(first), list[float]()
+        for plan in plans:
+            following = self._worker.send(plan)
+            take()
+            ends.append(self._clock())
+            take = following
+        take()
+        ends.append(self._clock())
+        return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progress) -> list[Sample | None]:

@@ -21,12 +21,13 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.world import World
 from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.device import Device
-from splash_trt.scheduler.devices import this_cpu
+from splash_trt.scheduler.devices import this_cpu, this_gpu
 from splash_trt.version import __version__
 from splash_trt.weights.source import WeightSource
 
 LIMITS = Limits(cache_tokens=8192, context=2048, requests=32, tokens=512)
 """A CPU's steps take seconds beyond these."""
+GPU_LIMITS = Limits(cache_tokens=1 << 19, context=32768, requests=512, tokens=8192)
 RANDOM_CELLS = 32
 HELD_EVERY = 4
 """One cell of so many of the grid is not fitted but predicted."""
@@ -65,19 +66,32 @@ def calibrate(
     *,
     dtype: str,
     seconds: float,
-    limits: Limits = LIMITS,
+    limits: Limits | None = None,
     layouts: tuple[Layout, ...] = tuple(Layout),
     cores: int | None = None,
+    simulate_routing: str = "",
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = lambda text: None,
 ) -> Calibration | None:
     """On every rank; rank 0 gets the calibration, the others None when it is done.
 
-    seconds: of measuring. cores: on which ranks run, None for as many as this process may use.
+    seconds: of measuring. cores: on which ranks run, None for as many as this process may use. ValueError for a GPU
+    that has no built-in description to begin with.
     """
+    on_gpu = world.device.type == "cuda"
+    gpu = this_gpu() if on_gpu else None
+    limits = limits or (GPU_LIMITS if on_gpu else LIMITS)
     limits = replace(limits, context=min(limits.context, model.max_positions))
     layouts = layouts if world.size > 1 else layouts[:1]
-    config = calibration_config(model, num_ranks=world.size, dtype=dtype, limits=limits, layouts=layouts)
+    config = calibration_config(
+        model,
+        num_ranks=world.size,
+        dtype=dtype,
+        limits=limits,
+        layouts=layouts,
+        run_on="gpu" if on_gpu else "cpu",
+        simulate_routing=simulate_routing,
+    )
     bench = Bench(world, model, config, source, clock)
     if world.rank != 0:
         bench.follow()
@@ -85,15 +99,19 @@ def calibrate(
     cells = grid(layouts, world.size, limits)
     others = random_cells(layouts, world.size, limits, RANDOM_CELLS, RANDOM_SEED)
     found = measure(bench, [*cells, *others], seconds, progress)
-    rate = product_rate(dtype)
+    if gpu is None:
+        rate = product_rate(dtype)
+        base = this_cpu(cores=cores, float32_flops=rate)
+        base = replace(base, flops=dict.fromkeys(base.flops, rate))
+    else:
+        base = gpu
     bench.release()
     pairs = [(cell, sample) for cell, sample in zip([*cells, *others], found, strict=True) if sample is not None]
     # Layouts take turns in the grid: a stride that shares no factor with their number holds out all alike.
     held = {id(cell) for i, cell in enumerate(cells) if (i // len(layouts) + i) % HELD_EVERY == 1}
     held |= {id(cell) for cell in others}
-    base = this_cpu(cores=cores, float32_flops=rate)
     samples = [sample for cell, sample in pairs if id(cell) not in held]
-    device = fit(model, config, replace(base, flops=dict.fromkeys(base.flops, rate)), samples)
+    device = fit(model, config, base, samples)
     return _told(model, config, device, len(samples), [pair for pair in pairs if id(pair[0]) in held])
 
 
@@ -108,7 +126,7 @@ def _told(
     median, p90 = result.quantile(0.5), result.quantile(0.9)
     named = replace(
         device,
-        name=f"{_processor()}, {config.num_ranks} ranks",
+        name=f"{_processor() if config.run_on == 'cpu' else device.name}, {config.num_ranks} ranks",
         origin=f"Fitted to {fitted} steps of {model.model_type} ({model.num_layers} layers) in {config.dtype} on "
         f"{config.num_ranks} ranks of this machine; {len(predicted)} steps that were not fitted were predicted with a "
         f"median error of {median:.1%}.",

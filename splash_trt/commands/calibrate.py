@@ -15,7 +15,9 @@ from splash_trt.options import FiniteRange
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: device-RANKS.json in the engine's folder.")
 @click.option("--minutes", type=FiniteRange(min=0.05), default=3.0, show_default=True, help="Time to measure for.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
+@click.option("--run-on", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
+              help="auto: GPUs where every rank has one.")  # fmt: skip
 @click.option("--lifeline", "lifeline_path", type=click.Path(path_type=Path), hidden=True)
 def calibrate_command(
     folder: Path,
@@ -23,9 +25,10 @@ def calibrate_command(
     out: Path | None,
     minutes: float,
     dtype: str | None,
+    run_on: str,
     lifeline_path: Path | None,
 ) -> None:
     """Measure steps under every layout, and fit the description of this machine that the scheduler reckons with."""
     from splash_trt.calibrate.command import calibrate_engine
 
-    calibrate_engine(folder, ranks, out, minutes, dtype, lifeline_path)
+    calibrate_engine(folder, ranks, out, minutes, dtype, run_on, lifeline_path)

@@ -266,8 +266,11 @@ def device_for(engine_folder: Path, num_ranks: int, *, on_gpu: bool = False) -> 
     path = calibration_file(engine_folder, num_ranks)
     if path.exists():
         return load_device(path)
-    if not on_gpu:
-        return this_cpu()
+    return this_gpu() if on_gpu else this_cpu()
+
+
+def this_gpu() -> Device:
+    """The built-in description of this machine's first GPU; ValueError if there is none."""
     gpu = next(iter(sorted(_GPUS.glob("*/information"))), None)
     model = re.search(r"^Model:\s*(.*)$", gpu.read_text(), re.MULTILINE) if gpu is not None else None
     words = model[1].upper().split() if model else []

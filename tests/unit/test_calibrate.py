@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
-from splash_trt.calibrate.cells import Cell, Limits, grid, random_cells
+from splash_trt.calibrate.cells import Cell, Limits, PlanMaker, grid, random_cells
 from splash_trt.calibrate.fit import Sample, errors, fit, nnls
 from splash_trt.calibrate.measure import Bench, calibration_config
 from splash_trt.calibrate.run import calibrate, report
 from splash_trt.commands.calibrate import calibrate_command
 from splash_trt.config import Layout
 from splash_trt.dist.world import ThreadWorld, World
+from splash_trt.plan import Plan
 from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.devices import BUILT_IN, load_device, save_device
 from splash_trt.weights.dummy import DummyWeights
@@ -86,6 +89,32 @@ def test_ranks_execute_every_cell_in_any_order() -> None:
         return cells
 
     assert ThreadWorld(3, 60.0).run(program)[0] == cells
+
+
+def test_steps_on_a_gpu_are_timed_from_result_to_result() -> None:
+    """A device that takes 10 for a step, once the last one is done, and a host that takes 1 to launch it."""
+    now, done, told = [0.0], [0.0], list[str]()
+
+    def send(plan: Plan) -> Callable[[], None]:
+        now[0] += 1
+        done[0] = end = max(now[0], done[0]) + 10
+        told.append(f"launch {plan.step}")
+
+        def take() -> None:
+            now[0] = max(now[0], end)
+            told.append(f"take {plan.step}")
+
+        return take
+
+    settings = replace(calibration_config(TINY, num_ranks=2, dtype="float32", limits=LIMITS), run_on="gpu")
+    bench = Bench.__new__(Bench)
+    bench.__dict__.update(
+        _clock=lambda: now[0], _worker=SimpleNamespace(send=send), _config=settings, _model=TINY,
+        _maker=PlanMaker(settings, TINY.vocab_size),
+    )  # fmt: skip
+    _, times = bench.visit(Cell(layout=Layout.TP, rows=((31, 1, 0),)))
+    assert times == [10.0] * 3
+    assert told[:4] == ["launch 1", "launch 2", "take 1", "launch 3"] and told[-1] == "take 4"
 
 
 @pytest.mark.parametrize("minutes", ["nan", "inf", "0"])
