@@ -3,12 +3,14 @@
 Run `python -m perf.trtllm_ops [--headers FOLDER]` on a machine with tensorrt_llm, or with the wheel that has only its
 operators. FOLDER holds deep_gemm/*.cuh as TensorRT-LLM 1.2 has them; without it they are taken from an installed
 flashinfer-python. Prints one line for each candidate and shape, and exits with 1 if an operator disagrees with its
-reference, or the FP8 block product cannot be made to work.
+reference, or the FP8 block product cannot be made to work. If it fails, the compiler's own words follow.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from splash_engines.operations import Here, fp8_product_of, operations, quantize_blocks
 from splash_engines.registry import Dims, Registry, Verdict
 from splash_engines.trtllm import Gpu, probe
-from splash_engines.trtllm_headers import find_headers
+from splash_engines.trtllm_headers import Headers, find_headers
 
 TOKENS = (1, 4, 16, 64, 256)
 GLM = {"hidden": 2048}  # GLM-4.7-Flash
@@ -32,40 +34,55 @@ CASES: dict[str, tuple[Dims, ...]] = {
 }
 
 
-def check_plain_fp8(here: Here) -> int:
-    """The FP8 block product with nothing done for its compilation. A process of its own: it looks for headers once."""
+def try_fp8(here: Here, with_headers: bool) -> int:
+    """One call of the FP8 block product. A process of its own, since it looks for headers once in a process."""
     operators = [here.trtllm.operator(name) for name in ("fp8_quantize_1x128", "fp8_block_scaling_gemm_impl")]
-    if any(isinstance(operator, str) for operator in operators):
-        print(operators)
+    if any(isinstance(operator, str) for operator in operators) or (with_headers and isinstance(here.headers, str)):
+        print(operators, here.headers)
         return 1
+    x = torch.randn((4, 256), device="cuda", dtype=torch.bfloat16)
     weight, scale = quantize_blocks(torch.randn(256, 256, device="cuda"))
     try:
-        fp8_product_of(operators[0], operators[1], None)(weight.new_ones((4, 256), dtype=torch.bfloat16), weight, scale)
+        headers = here.headers if with_headers and isinstance(here.headers, Headers) else None
+        y = fp8_product_of(operators[0], operators[1], headers)(x, weight, scale)
+        torch.cuda.synchronize()
     except RuntimeError as error:
-        print(f"as it is: {str(error).splitlines()[0]}")
+        print(f"  failed: {str(error).splitlines()[0]}")
         return 1
-    torch.cuda.synchronize()
-    print("as it is: works")
+    print(f"  works, norm {float(y.float().norm()):.1f}")
     return 0
+
+
+def try_all_ways(options: argparse.Namespace, explain: bool) -> None:
+    """As it is; with headers; and if that did not help, with nvcc instead of NVRTC, and what the compiler says."""
+    again = [sys.executable, "-m", "perf.trtllm_ops", *(["--headers", str(options.headers)] if options.headers else [])]
+    nvcc = {"TRTLLM_DG_JIT_USE_NVCC": "1", "TRTLLM_DG_NVCC_COMPILER": shutil.which("nvcc") or "nvcc"}
+    debug = {"TRTLLM_DG_JIT_DEBUG": "1", "TLLM_LOG_LEVEL": "INFO"}
+    ways: list[tuple[str, str, dict[str, str]]] = [("FP8 block product as it is", "plain", {})]
+    if explain:
+        ways += [("with headers, explained", "headers", debug), ("with headers and nvcc", "headers", nvcc | debug)]
+    for name, way, env in ways:
+        print(name, flush=True)
+        subprocess.run([*again, "--try-fp8", way], env={**os.environ, **env}, check=False, timeout=120)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--headers", type=Path, help="folder that holds deep_gemm/")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--plain-fp8", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--try-fp8", choices=["plain", "headers"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     gpu = Gpu.here()
     here = Here(gpu, probe(gpu), find_headers(options.headers / "deep_gemm" if options.headers else None))
-    if options.plain_fp8:
-        return check_plain_fp8(here)
+    if options.try_fp8:
+        return try_fp8(here, options.try_fp8 == "headers")
     print(f"gpu {gpu}; torch {torch.__version__}; operators {here.trtllm.package}")
     for reason in here.trtllm.reasons:
         print(f"  {reason}")
     print(f"headers {here.headers}")
-    subprocess.run([sys.executable, "-m", "perf.trtllm_ops", "--plain-fp8"], check=False, timeout=120)
+    try_all_ways(options, explain=False)
     registry = Registry(operations(here), torch.device("cuda" if gpu else "cpu"))
-    failed = False
+    failed: set[str] = set()
     for name, cases in CASES.items():
         for dims in cases:
             for tokens in options.tokens:
@@ -73,9 +90,15 @@ def main() -> int:
                 for f in choice.findings:
                     took = f"{f.microseconds:9.1f} us" if f.microseconds is not None else " " * 12
                     shape = " ".join(f"{key}={value}" for key, value in dims.items())
-                    print(f"{name:15} {shape:28} T={tokens:<4} {f.candidate:34} {f.verdict.value:6} {took} {f.reason}")
-                    failed |= f.verdict in (Verdict.WRONG, Verdict.ABSENT)
-    return int(failed)
+                    print(
+                        f"{name:15} {shape:28} T={tokens:<4} {f.candidate:34} {f.verdict.value:6} {took} {f.reason}",
+                        flush=True,
+                    )
+                    if f.verdict in (Verdict.WRONG, Verdict.ABSENT):
+                        failed.add(name)
+    if "fp8_product" in failed:
+        try_all_ways(options, explain=True)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
