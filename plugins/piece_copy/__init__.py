@@ -1,0 +1,1 @@
+"""Copies many small pieces of memory between addresses, of peers too, in one launch."""

@@ -1,0 +1,17 @@
+"""Copies between addresses of this process's plain memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def piece_copy(pieces: torch.Tensor, unit: int, programs: int) -> None:
+    """pieces [n, 3] int64, on the host: source address, target address, bytes; no target overlaps another piece.
+
+    unit: bytes that divide every number in pieces; how kernels may read. programs: of theirs.
+    """
+    assert pieces.device.type == "cpu" and not (pieces % unit).any(), unit
+    for source, target, num_bytes in pieces.tolist():
+        ctypes.memmove(target, source, num_bytes)
