@@ -7,6 +7,7 @@ tables, a step's arrays) lies at addresses that no switch of layouts changes.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class _Captured:
 
 
 class Forward:
-    """buckets: ascending sizes that are captured; empty: none is."""
+    """buckets: ascending sizes that decoding is padded to; empty: it is not. capture: what is padded is captured."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Forward:
         uploader: Uploader,
         sampler: FastSampler,
         last_sampled: torch.Tensor,
-        buckets: list[int],
+        buckets: Sequence[int],
+        capture: bool,
     ) -> None:
         self._programs = programs
         self._builder = builder
@@ -66,6 +68,7 @@ class Forward:
         self._sampler = sampler
         self._last_sampled = last_sampled
         self._buckets = buckets
+        self._capture = capture
         self._graphs: dict[tuple[Shape, bool], _Captured] = {}
         self._pool: Any = None
 
@@ -73,7 +76,7 @@ class Forward:
         """plain: every wanted token is to be chosen, by temperature alone."""
         bucket = self._bucket(plan)
         host = self._builder.build(plan, bucket)
-        if bucket is None:
+        if bucket is None or not self._capture:
             return self._run(self._upload(host, fixed=False), plain)
         captured = self._captured(host.shape, plain)
         self._upload(host, fixed=True)
@@ -82,7 +85,7 @@ class Forward:
 
     def warm_up(self) -> None:
         """Captures plain decoding of every size under every layout, before a request waits for it."""
-        for layout in self._programs:
+        for layout in self._programs if self._capture else ():
             for bucket in reversed(self._buckets):  # the largest first: the others live in its memory
                 self._captured(self._builder.shape_of(layout, bucket), True)
 

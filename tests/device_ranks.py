@@ -1,0 +1,50 @@
+"""Ranks on a CPU that run steps as GPUs do: the same program, arrays, padding and hand-over of results, with the plain
+torch form of each kernel and collectives instead of mapped memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from splash_engines.kernels_reference import REFERENCE
+from splash_plugins.mla_attention.prefill_kernel import tiles_of
+from splash_plugins.shard_sample import reference as shard_sample
+from splash_trt.config import EngineConfig
+from splash_trt.dist.world import World
+from splash_trt.memory.arena import Arena
+from splash_trt.memory.map import memory_map
+from splash_trt.models.config import ModelConfig
+from splash_trt.runtime.device_clock import HostClock
+from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.peers import CollectivePeers
+from splash_trt.weights.source import WeightSource
+
+
+@contextmanager
+def device_ranks(buckets: Sequence[int] = ()) -> Iterator[None]:
+    """All workers that start in it. buckets: sizes that steps which only decode are padded to."""
+
+    def make(
+        world: World, model: ModelConfig, config: EngineConfig, source: WeightSource, tokenizer: Path | None
+    ) -> DeviceRunner:
+        return DeviceRunner(
+            model,
+            config,
+            world.collectives,
+            world.watch,
+            source,
+            tokenizer,
+            arena=Arena(memory_map(model, config, world.rank)),
+            kernels=REFERENCE,
+            sample=shard_sample,
+            peers=CollectivePeers(world.collectives),
+            tiles=tiles_of,
+            clock=HostClock(),
+            buckets=buckets,
+            capture=False,
+        )
+
+    with patch("splash_trt.worker.make_runner", make):
+        yield
