@@ -31,6 +31,7 @@ from splash_trt.runtime.expanded import ExpandedAttention
 from splash_trt.runtime.grammar import compiler_of
 from splash_trt.runtime.inputs import InputBuilder, StepInputs
 from splash_trt.runtime.penalties import Share
+from splash_trt.runtime.rounds import index_tensor
 from splash_trt.runtime.sampler import RowParams, Sampler
 from splash_trt.runtime.tables import SlotTables
 from splash_trt.weights.shards import align, heads_of
@@ -64,7 +65,8 @@ class Runner:
             self.weights.load_others(source)
         self.storage = PageStorage(self._arena, model, config.page_tokens, dtype)
         self.engines = {
-            layout: TorchEngine(model, spec, self.weights, collectives) for layout, spec in SPECS.items()
+            layout: TorchEngine(model, spec, self.weights, collectives, config.simulate_routing)
+            for layout, spec in SPECS.items()
         }
         self._tables = SlotTables(rank, config.max_running, num_pages(max_context, config.page_tokens))
         self._inputs = InputBuilder(config, rank, self._tables)
@@ -126,7 +128,7 @@ class Runner:
         self._check_residency(plan.layout)
         token = step.token.clone()
         token[step.sampled_at] = self._tables.last_sampled[step.sampled_slot]
-        hidden = engine.embed(token, step.counts)
+        hidden = engine.embed(token, step.counts, index_tensor(plan.position)[step.order])
         cos, sin = self._rope(step, hidden.dtype)
         for layer in range(self._model.num_layers):
             self._watch.layer(layer)
