@@ -82,10 +82,11 @@ class Rank:
     """The weights of one rank, and both engines over them."""
 
     def __init__(
-        self, model: ModelConfig, layout: Layout, rank: int, size: int, dtype: str, networks: Networks
-    ) -> None:
+        self, model: ModelConfig, layout: Layout, rank: int, size: int, dtype: str, networks: Networks,
+        memory_bytes: int = 6 << 20,
+    ) -> None:  # fmt: skip
         config = EngineConfig(
-            num_ranks=size, dtype=dtype, page_tokens=PAGE_TOKENS, memory_bytes=6 << 20, max_batch_tokens=256,
+            num_ranks=size, dtype=dtype, page_tokens=PAGE_TOKENS, memory_bytes=memory_bytes, max_batch_tokens=256,
             context_block_tokens=16,
         )
         self.model, self.layout, self.networks = model, layout, networks
