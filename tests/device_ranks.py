@@ -3,7 +3,7 @@ torch form of each kernel and collectives instead of mapped memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -15,20 +15,25 @@ from splash_trt.config import EngineConfig
 from splash_trt.dist.world import World
 from splash_trt.memory.arena import Arena
 from splash_trt.memory.map import memory_map
+from splash_trt.migration.peer_mover import PeerMover
 from splash_trt.models.config import ModelConfig
 from splash_trt.runtime.device_clock import HostClock
 from splash_trt.runtime.device_runner import DeviceRunner
 from splash_trt.runtime.peers import CollectivePeers
 from splash_trt.weights.source import WeightSource
 
+MakeMover = Callable[[World, ModelConfig, EngineConfig, Arena], PeerMover]
+
 
 @contextmanager
-def device_ranks(buckets: Sequence[int] = ()) -> Iterator[None]:
-    """All workers that start in it. buckets: sizes that steps which only decode are padded to."""
+def device_ranks(buckets: Sequence[int] = (), make_mover: MakeMover | None = None) -> Iterator[None]:
+    """All workers that start in it. buckets: sizes that steps which only decode are padded to. make_mover: of ranks
+    that write into each other's memory."""
 
     def make(
         world: World, model: ModelConfig, config: EngineConfig, source: WeightSource, tokenizer: Path | None
     ) -> DeviceRunner:
+        arena = Arena(memory_map(model, config, world.rank))
         return DeviceRunner(
             model,
             config,
@@ -36,7 +41,7 @@ def device_ranks(buckets: Sequence[int] = ()) -> Iterator[None]:
             world.watch,
             source,
             tokenizer,
-            arena=Arena(memory_map(model, config, world.rank)),
+            arena=arena,
             kernels=REFERENCE,
             sample=shard_sample,
             peers=CollectivePeers(world.collectives),
@@ -44,6 +49,7 @@ def device_ranks(buckets: Sequence[int] = ()) -> Iterator[None]:
             clock=HostClock(),
             buckets=buckets,
             capture=False,
+            mover=None if make_mover is None else make_mover(world, model, config, arena),
         )
 
     with patch("splash_trt.worker.make_runner", make):

@@ -6,7 +6,7 @@ the device on their way to the next. Everything is enqueued on one stream, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.memory.arena import DTYPES, Arena
 from splash_trt.migration.mover import Mover
+from splash_trt.migration.peer_mover import PeerMover
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import SAMPLE, Plan, RankStatus, StepResult
 from splash_trt.request import Grammar
@@ -30,7 +31,7 @@ from splash_trt.runtime.device_clock import Clock
 from splash_trt.runtime.device_step import RankState
 from splash_trt.runtime.fast_sampler import FastSampler, ShardSample
 from splash_trt.runtime.grammar import compiler_of
-from splash_trt.runtime.graphs import Forward, Forwarded, buckets_up_to, is_plain
+from splash_trt.runtime.graphs import Forward, Forwarded, is_plain
 from splash_trt.runtime.peers import Peers
 from splash_trt.runtime.penalties import Share
 from splash_trt.runtime.program import Program
@@ -41,9 +42,6 @@ from splash_trt.weights.shards import align
 from splash_trt.weights.source import WeightSource
 from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
-
-MAX_GRAPHED = 1024
-"""Hidden states of a rank up to which decoding is captured; above, launching costs less than the kernels take."""
 
 
 class DeviceRunner:
@@ -64,8 +62,12 @@ class DeviceRunner:
         peers: Peers,
         tiles: Tiles,
         clock: Clock,
+        buckets: Sequence[int],
         capture: bool,
+        mover: PeerMover | None = None,
     ) -> None:
+        """buckets, capture: see graphs.py. mover: of ranks that can write into each other's memory; others move rows and
+        weights by collectives."""
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         self._watch = watch
         self._peers = peers
@@ -82,7 +84,7 @@ class DeviceRunner:
         self._target_tables = torch.zeros_like(self._state.tables)
         first, end = partition(model.vocab_size, collectives.size)[rank]
         builder = ArrayBuilder(config, rank, self._tables)
-        self._upload = Uploader(self._device, tiles, _fixed_bytes(config))
+        self._upload = Uploader(self._device, tiles, _fixed_bytes(config, max(buckets, default=0)))
         programs = {
             layout: Program(model, config, layout, kernels, peers, self._state, watch)
             for layout in config.allowed_layouts
@@ -93,9 +95,10 @@ class DeviceRunner:
             self._upload,
             FastSampler(peers, first, model.vocab_size, sample),
             self._state.last_sampled,
-            buckets_up_to(min(config.max_running, MAX_GRAPHED)) if capture else [],
+            buckets,
+            capture,
         )
-        self._mover = Mover(self.storage, self.weights, collectives)
+        self._mover = mover or Mover(self.storage, self.weights, collectives)
         self._sampler = Sampler(collectives, first, model.vocab_size)
         self._compiler = compiler_of(tokenizer, model.vocab_size, model.eos_token_ids)
         self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler, self._device)
@@ -248,6 +251,6 @@ def _rank_state(
     )
 
 
-def _fixed_bytes(config: EngineConfig) -> int:
-    """Of the arrays of the largest captured step: some 25 numbers for each of its rows, on all ranks."""
-    return 256 * min(config.max_running, MAX_GRAPHED) * config.num_ranks + (1 << 16)
+def _fixed_bytes(config: EngineConfig, largest: int) -> int:
+    """Of the arrays of a captured step of the largest size: some 25 numbers for each of its rows, on all ranks."""
+    return 256 * largest * config.num_ranks + (1 << 16)

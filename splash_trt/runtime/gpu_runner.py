@@ -11,6 +11,7 @@ from splash_engines.kernels_cuda import CUDA
 from splash_engines.kernels_reference import REFERENCE
 from splash_plugins.clock.kernel import stamp
 from splash_plugins.mla_attention.prefill_kernel import tiles_of
+from splash_plugins.piece_copy.kernel import piece_copy
 from splash_plugins.shard_sample import kernel as sample_kernel
 from splash_plugins.shard_sample import reference as sample_reference
 from splash_trt.config import EngineConfig
@@ -18,13 +19,20 @@ from splash_trt.dist.world import World
 from splash_trt.memory.arena import Arena
 from splash_trt.memory.device_memory import DeviceMemory
 from splash_trt.memory.map import memory_map
+from splash_trt.migration.carrier import CudaCarrier
+from splash_trt.migration.peer_mover import PeerMover
+from splash_trt.migration.pieces import Places
 from splash_trt.models.config import ModelConfig
 from splash_trt.runtime.device_clock import CudaClock
-from splash_trt.runtime.device_runner import MAX_GRAPHED, DeviceRunner
+from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.graphs import buckets_up_to
 from splash_trt.runtime.mailbox import half_bytes
 from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.peers_cuda import connect, reachable
 from splash_trt.weights.source import WeightSource
+
+MAX_GRAPHED = 1024
+"""Hidden states of a rank up to which decoding is captured; above, launching costs less than the kernels take."""
 
 
 def gpu_runner(
@@ -36,10 +44,14 @@ def gpu_runner(
     memory = DeviceMemory(maps[world.rank].memory_bytes, world.device)
     near = reachable(MPI.COMM_WORLD, world.device)
     peers: Peers = CollectivePeers(world.collectives, world.device)
+    mover = None
     if near:
         half = half_bytes(model, config.itemsize, _most_stacked(config), _most_absorbed(config))
         offsets = [sizes.pages_offset for sizes in maps]
-        peers, mailbox = connect(MPI.COMM_WORLD, world.device, half, memory, offsets, config.step_deadline_s)
+        mapped, mailbox = connect(MPI.COMM_WORLD, world.device, half, memory, offsets, config.step_deadline_s)
+        places = Places(model, config.dtype, config.page_tokens, maps, mapped.arena_addresses)
+        carrier = CudaCarrier(world.device, places.unit, piece_copy)
+        peers, mover = mapped, PeerMover(world.rank, places, carrier, mapped.begin)
     exact = config.dtype == "float64"
     runner = DeviceRunner(
         model,
@@ -54,7 +66,9 @@ def gpu_runner(
         peers=peers,
         tiles=tiles_of,
         clock=CudaClock(stamp, world.device),
+        buckets=buckets_up_to(min(config.max_running, MAX_GRAPHED)),
         capture=near and not exact,
+        mover=mover,
     )
     runner.warm_up()
     torch.cuda.synchronize()
