@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from splash_engines.tensorrt.plans import Plan
 from splash_trt.config import Layout
 from tests.layouts.harness import Models
 from tests.oracles.tensorrt_runtime import Device, Network, ProtocolError, Recorder
-from tests.tensorrt import segments_harness
+from tests.tensorrt import evaluated, segments_harness
 from tests.tensorrt.evaluated import EvaluatorExecutor, Networks
 from tests.tensorrt.segments_harness import Rank, worst
+from tests.tensorrt.served import first_differences, requests, serve
 
 WIDTH = 4
-NAMES = {torch.float32: "FLOAT", torch.bfloat16: "BF16", torch.int32: "INT32", torch.float64: "DOUBLE"}
+NEAR_TIE = 1e-3  # a first difference of tokens in float32
+NAMES = {dtype: name for name, dtype in plan_runtime.DTYPES.items()}
 
 
 def network(name: str, factor: float = 2.0, scratch: int = 512) -> Network:
@@ -270,28 +273,61 @@ def test_letting_go_of_what_runs_would_be_noticed(rig: Rig, monkeypatch: pytest.
 class Planned(EvaluatorExecutor):
     """The evaluated networks behind plans, contexts and addresses."""
 
-    def __init__(self, networks: Networks, layout: Layout, collectives: segments_harness.Alone) -> None:
-        super().__init__(networks, layout, collectives)  # type: ignore[arg-type]
+    def __init__(self, networks: Networks, layout: Layout, collectives: Any) -> None:
+        super().__init__(networks, layout, collectives)
         self.rig = Rig()
+        self.executors: dict[str, PlanExecutor] = {}
+        ALL_PLANNED.append(self)
 
-    def run(self, kind, layer, inputs, outputs) -> None:  # type: ignore[no-untyped-def]
-        found = self._get(kind)
-        assert found is not None
-        made = Network(
-            kind,
-            {n: (tuple(v.shape), v.dtype) for n, v in found.inputs.items()},
-            {n: (tuple(v.shape), v.dtype) for n, v in found.outputs.items()},
-            lambda given: found(given, self._all_reduce),
-        )
-        self.rig.executor_of(made).run(kind, layer, inputs, outputs)
+    def run(
+        self, kind: str, layer: int | None, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        if kind not in self.executors:
+            found = self._get(kind)
+            assert found is not None
+            listed = [{n: (tuple(v.shape), v.dtype) for n, v in t.items()} for t in (found.inputs, found.outputs)]
+            made = Network(kind, *listed, lambda given: found(given, self._all_reduce))
+            self.executors[kind] = self.rig.executor_of(made)
+        self.executors[kind].run(kind, layer, inputs, outputs)
+
+
+ALL_PLANNED: list[Planned] = []
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Planned]:
+    """Those that a test makes."""
+    monkeypatch.setattr(segments_harness, "EvaluatorExecutor", Planned)
+    monkeypatch.setattr(evaluated, "EvaluatorExecutor", Planned)
+    ALL_PLANNED.clear()
+    return ALL_PLANNED
+
+
+def check_protocol(planned: list[Planned]) -> None:
+    for each in planned:
+        each.rig.pool.close()
+    gc.collect()
+    for each in planned:
+        assert each.rig.recorder.executions and each.rig.recorder.broken == []
 
 
 @pytest.mark.parametrize(("layout", "size"), [(Layout.TP, 2), (Layout.DP, 2)])
-def test_real_segments_go_through_it(
-    models: Models, monkeypatch: pytest.MonkeyPatch, layout: Layout, size: int
-) -> None:
+def test_real_segments_go_through_it(models: Models, planned: list[Planned], layout: Layout, size: int) -> None:
     """What a rank's segments compute through plans is what the torch engine computes."""
-    monkeypatch.setattr(segments_harness, "EvaluatorExecutor", Planned)
     kept = Networks(models.config("v3_half_rope"), torch.float32, experts="moe_in")
     found = worst(Rank(models.config("v3_half_rope"), layout, 1, size, "float32", kept))
     assert len(found) >= 8 and max(found.values()) < 2e-5, found
+    check_protocol(planned)
+
+
+def test_a_whole_server_goes_through_it(models: Models, planned: list[Planned]) -> None:
+    """Two ranks that switch through all layouts while they answer give the torch engine's tokens."""
+    asked = requests([[5, 6, 7, 8, 9], [11, 3], list(range(20, 39))], 8)
+    folder = models.folder("v3_half_rope")
+    expected = serve(folder, asked, ranks=1, tour=[Layout.TP], dtype="float32")
+    with evaluated.evaluator(Networks(models.config("v3_half_rope"), torch.float32), attention=False):
+        tour = (Layout.TP, Layout.DP, Layout.CP, Layout.DOP)
+        got = serve(folder, asked, ranks=2, tour=tour, dtype="float32")
+    assert not [each for each in first_differences(got, expected) if not each[2] < NEAR_TIE]
+    assert len(planned) == 2 * len(Layout)
+    check_protocol(planned)
