@@ -16,5 +16,6 @@ def test_float32_between_two(mpi2: Ranks) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_float64_among_four(mpi4: Ranks) -> None:
-    assert mpi4.run(mapped_peer_cases.run_all, "float64", NAMES, timeout_s=240) == [NAMES] * 4
+    assert mpi4.run(mapped_peer_cases.run_all, "float64", NAMES, timeout_s=800) == [NAMES] * 4
