@@ -29,6 +29,7 @@ OTHERS_FLAGS = {
     "sbatch": "--job-name --nodes --ntasks-per-node --cpus-per-task --time --signal",
     "tritonserver": "--http-port --grpc-port --metrics-port --exit-timeout-secs --model-control-mode --load-model",
     "guidellm": "--output --profile --constraint --backend --tokenizer --data",
+    "pip": "--no-deps",
     "every command": "--help",
     "python -m perf": "--ranks --dtypes --batches --contexts --results --threads",
 }
