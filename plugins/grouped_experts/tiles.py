@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 FEW_PAIRS = 256
 """Up to so many (token, choice) pairs, programs find their rows themselves, which saves the launch that sorts."""
-TOKEN_DOWN = 2
+TOKEN_DOWN = 4
 """Up to so many tokens, the second product sums a token's experts itself, which saves the launch that combines."""
 MAX_PAIRS = 65536
 """More pairs than this are done in parts, so that temporaries stay below 2 * 65,536 rows of max(D, I)."""
@@ -56,36 +56,25 @@ class Device:
 # Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. With experts cut over
 # two ranks, half of the pairs are here.
 TABLE = (
+    (0.25, Tiles(m=16, n=16, k=128, warps=2, stages=5), Tiles(m=16, n=16, k=128, warps=2, stages=5)),
+    (1, Tiles(m=16, n=32, k=128, warps=4, stages=4), Tiles(m=16, n=16, k=128, warps=2, stages=5)),
+    (12, Tiles(m=16, n=32, k=256, warps=4, stages=3), Tiles(m=16, n=64, k=128, warps=4, stages=4)),
     (
-        2,
-        Tiles(m=16, n=16, k=256, warps=4, stages=4, per_processor=3),
-        Tiles(m=16, n=16, k=256, warps=4, stages=4, per_processor=3),
-    ),
-    (
-        16,
-        Tiles(m=16, n=32, k=128, warps=4, stages=4, per_processor=2),
-        Tiles(m=16, n=64, k=128, warps=4, stages=4, per_processor=2),
+        24,
+        Tiles(m=16, n=64, k=128, warps=4, stages=3, per_processor=2),
+        Tiles(m=16, n=128, k=128, warps=4, stages=3, per_processor=2),
     ),
     (
         48,
-        Tiles(m=16, n=32, k=128, warps=4, stages=4, per_processor=2),
-        Tiles(m=16, n=64, k=128, warps=4, stages=4, per_processor=2),
+        Tiles(m=32, n=64, k=128, warps=4, stages=3, per_processor=2),
+        Tiles(m=32, n=128, k=64, warps=4, stages=4, per_processor=2),
     ),
     (
-        96,
-        Tiles(m=32, n=32, k=128, warps=4, stages=4, per_processor=2),
-        Tiles(m=32, n=64, k=128, warps=4, stages=4, per_processor=2),
-    ),
-    (
-        192,
+        160,
         Tiles(m=64, n=64, k=64, warps=4, stages=4, per_processor=2),
         Tiles(m=64, n=128, k=64, warps=4, stages=4, per_processor=2),
     ),
-    (
-        1 << 60,
-        Tiles(m=128, n=128, k=64, warps=8, stages=4),
-        Tiles(m=128, n=256, k=64, warps=8, stages=4),
-    ),
+    (1 << 60, Tiles(m=128, n=128, k=64, warps=8, stages=4), Tiles(m=128, n=256, k=64, warps=8, stages=4)),
 )
 
 
