@@ -14,20 +14,22 @@ import triton
 import triton.language as tl
 
 from splash_plugins.norm.kernel import norm_warps, rms_scaled
-from splash_plugins.rope_q.kernel import pair_columns, rotate
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+from splash_plugins.rope_q.kernel import load_pairs, rotate, store_pairs
 
 
 @triton.jit
-def _store_row(row, latent_column, latent, a_column, b_column, a, b, L: tl.constexpr, R: tl.constexpr):
-    tl.store(row + latent_column, latent, mask=latent_column < L)
-    tl.store(row + L + a_column, a, mask=a_column < R)
-    tl.store(row + L + b_column, b, mask=b_column < R)
+def _store_row(row, column, latent, a, b, L: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+               BLOCK_R: tl.constexpr):  # fmt: skip
+    tl.store(row + column, latent, mask=column < L)
+    store_pairs(row + L + tl.zeros((1, 1), tl.int32), a, b, tl.full((1,), 1, tl.int1), R, INTERLEAVED, 1, BLOCK_R)
 
 
 @triton.jit
-def _normed(source, norm, eps, to, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _normed(source, norm, eps, to, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     column = tl.arange(0, BLOCK)
     weight = tl.load(norm + column, mask=column < SIZE, other=0)
+    wait_for_inputs(OVERLAP)
     x = tl.load(source + column, mask=column < SIZE, other=0).to(tl.float32)
     tl.store(to + column, rms_scaled(x, weight, eps, SIZE).to(to.dtype.element_ty), mask=column < SIZE)
 
@@ -40,35 +42,37 @@ def latent_rows_kernel(
     pages, page_stride, row_stride,
     page, offset, target_page, target_offset,
     Q: tl.constexpr, L: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * qkv_stride
     if tl.program_id(1) == 0:
         column = tl.arange(0, BLOCK_L)
         weight = tl.load(kv_norm + column, mask=column < L, other=0)
+        to = tl.load(page + token).to(tl.int64)
+        place = tl.load(offset + token)
+        wait_for_inputs(OVERLAP)
         x = tl.load(source + Q + column, mask=column < L, other=0).to(tl.float32)
-        kv = rms_scaled(x, weight, eps, L).to(rows.dtype.element_ty)
-        a_column, b_column = pair_columns(R, INTERLEAVED, BLOCK_R)
-        pair = tl.arange(0, BLOCK_R)
+        pair = tl.arange(0, BLOCK_R)[None, :]
         c = tl.load(cos + token * cos_stride + pair, mask=pair < R // 2, other=0)
         s = tl.load(sin + token * sin_stride + pair, mask=pair < R // 2, other=0)
-        k_a = tl.load(source + Q + L + a_column, mask=a_column < R, other=0).to(tl.float32)
-        k_b = tl.load(source + Q + L + b_column, mask=b_column < R, other=0).to(tl.float32)
-        a, b = rotate(k_a, k_b, c, s)
-        a, b = a.to(rows.dtype.element_ty), b.to(rows.dtype.element_ty)
-        _store_row(rows + token * rows_stride, column, kv, a_column, b_column, a, b, L, R)
-        to = tl.load(page + token).to(tl.int64)
+        one = tl.full((1,), 1, tl.int1)
+        k_a, k_b = load_pairs(source + Q + L + tl.zeros((1, 1), tl.int32), one, R, INTERLEAVED, 1, BLOCK_R)
+        element = rows.dtype.element_ty
+        kv = rms_scaled(x, weight, eps, L).to(element)
+        a, b = rotate(k_a.to(tl.float32), k_b.to(tl.float32), c, s)
+        a, b = a.to(element), b.to(element)
+        _store_row(rows + token * rows_stride, column, kv, a, b, L, R, INTERLEAVED, BLOCK_R)
         if to >= 0:
-            row = pages + to * page_stride + tl.load(offset + token) * row_stride
-            _store_row(row, column, kv, a_column, b_column, a, b, L, R)
+            row = pages + to * page_stride + place * row_stride
+            _store_row(row, column, kv, a, b, L, R, INTERLEAVED, BLOCK_R)
         if target_page is not None:
             to = tl.load(target_page + token).to(tl.int64)
             if to >= 0:
                 row = pages + to * page_stride + tl.load(target_offset + token) * row_stride
-                _store_row(row, column, kv, a_column, b_column, a, b, L, R)
+                _store_row(row, column, kv, a, b, L, R, INTERLEAVED, BLOCK_R)
     elif latent is not None:
-        _normed(source, q_norm, eps, latent + token * latent_stride, Q, BLOCK_Q)
+        _normed(source, q_norm, eps, latent + token * latent_stride, Q, BLOCK_Q, OVERLAP)
 
 
 def latent_rows(
@@ -102,5 +106,5 @@ def latent_rows(
         page, offset, target_page, target_offset,
         Q=num_q, L=num_latent, R=width - num_latent, INTERLEAVED=interleaved,
         BLOCK_Q=block_q, BLOCK_L=block_l, BLOCK_R=triton.next_power_of_2((width - num_latent) // 2),
-        num_warps=norm_warps(max(block_q, block_l)),
+        num_warps=norm_warps(max(block_q, block_l)), **overlap(rows),
     )  # fmt: skip

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Parts of a context that the merge reads at a time.
@@ -69,6 +71,7 @@ def decode_kernel(
     lse, lse_stride, lse_split_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     query = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -80,9 +83,10 @@ def decode_kernel(
     share = tl.cdiv(tiles, splits)
     tile = split * share
     end = tl.minimum(tile + share, tiles)
+    page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
+    wait_for_inputs(OVERLAP)
     if (splits > 1) & (tile >= end):
         return
-    page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
 
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < HEADS
@@ -120,6 +124,7 @@ def merge_kernel(
     out, out_stride, out_head_stride,
     lse, lse_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """partial [A, splits, H, L] and partial_lse [A, splits, H] as decode_kernel wrote them, to out and lse."""
     query = tl.program_id(0).to(tl.int64)
@@ -128,6 +133,7 @@ def merge_kernel(
     tiles = tl.cdiv(tl.load(length + query), BLOCK_N)
     written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
     first = query * splits * HEADS + head
+    wait_for_inputs(OVERLAP)
     top = -float("inf")
     total = 0.0
     sums = tl.zeros([BLOCK_L], tl.float32)
@@ -180,7 +186,7 @@ def choose_config(heads: int, item_bytes: int, shared_bytes: int, is_hopper: boo
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
-def _device_config(q: torch.Tensor) -> DecodeConfig:
+def device_config(q: torch.Tensor) -> DecodeConfig:
     heads, item = q.shape[1], q.element_size()
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
@@ -214,34 +220,73 @@ def decode(
 
     Queries of length 0 need no slot. Allocates the parts' results (torch.empty) where contexts are split.
     """
-    queries, heads, width = q.shape
-    if queries == 0:
+    if len(q) == 0:
         return
-    config = config or _device_config(q)
-    page_tokens = pages.shape[1]
-    programs = queries * triton.cdiv(heads, config.block_h)
-    if num_splits is None:
-        most_tiles = triton.cdiv(triton.cdiv(tables.shape[1], stride) * page_tokens, config.block_n)
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
-        num_splits = choose_splits(programs, most_tiles, config, sms)
-    part, part_lse = out[:, None], lse[:, None] if lse is not None else None
-    if num_splits > 1:
-        part = torch.empty((queries, num_splits, heads, latent), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((queries, num_splits, heads), dtype=torch.float32, device=q.device)
-    decode_kernel[(programs, num_splits)](
+    config = config or device_config(q)
+    num_splits = num_splits or splits_for(q, pages, tables, stride, config)
+    index = (pages, tables, slot, first, length, stride, latent, scale)
+    if num_splits == 1:
+        _launch(q, *index, out[:, None], lse[:, None] if lse is not None else None, config)
+    else:
+        _merge(*attention_parts(q, *index, config, num_splits), length, out, lse, config)
+
+
+def splits_for(q: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor, stride: int, config: DecodeConfig) -> int:
+    programs = len(q) * triton.cdiv(q.shape[1], config.block_h)
+    most_tiles = triton.cdiv(triton.cdiv(tables.shape[1], stride) * pages.shape[1], config.block_n)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
+    return choose_splits(programs, most_tiles, config, sms)
+
+
+def attention_parts(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+    latent: int,
+    scale: float,
+    config: DecodeConfig,
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to each of num_splits > 1 parts of the contexts, as merge_kernel takes it: outputs
+    [A, splits, H, L] and log-sum-exp [A, splits, H], float32. What has no row is not written."""
+    queries, heads, _ = q.shape
+    part = torch.empty((queries, num_splits, heads, latent), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((queries, num_splits, heads), dtype=torch.float32, device=q.device)
+    _launch(q, pages, tables, slot, first, length, stride, latent, scale, part, part_lse, config)
+    return part, part_lse
+
+
+def _launch(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+    latent: int,
+    scale: float,
+    part: torch.Tensor,
+    part_lse: torch.Tensor | None,
+    config: DecodeConfig,
+) -> None:
+    queries, heads, width = q.shape
+    decode_kernel[(queries * triton.cdiv(heads, config.block_h), part.shape[1])](
         q, q.stride(0), q.stride(1),
         pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
-        slot, first, length, stride, num_splits, scale,
+        slot, first, length, stride, part.shape[1], scale,
         part, part.stride(0), part.stride(1), part.stride(2),
         part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
-        HEADS=heads, LATENT=latent, ROPE=width - latent, S=page_tokens,
+        HEADS=heads, LATENT=latent, ROPE=width - latent, S=pages.shape[1],
         BLOCK_H=config.block_h, BLOCK_N=config.block_n,
         BLOCK_L=max(16, triton.next_power_of_2(latent)), BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(q),
     )  # fmt: skip
-    if num_splits > 1:
-        _merge(part, part_lse, length, out, lse, config)
 
 
 def _merge(
@@ -260,5 +305,5 @@ def _merge(
         lse, lse.stride(0) if lse is not None else 0,
         HEADS=heads, LATENT=latent, BLOCK_N=config.block_n,
         BLOCK_S=MERGE_BLOCK, BLOCK_L=block,
-        num_warps=4,
+        num_warps=4, **overlap(out),
     )  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
 
 @triton.jit
 def rms_scaled(x, weight, eps, size: tl.constexpr):
@@ -22,12 +24,14 @@ def rms_scaled(x, weight, eps, size: tl.constexpr):
 
 @triton.jit
 def add_norm_kernel(
-    hidden, hidden_stride, delta, delta_stride, weight, eps, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    hidden, hidden_stride, delta, delta_stride, weight, eps, out, out_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     w = tl.load(weight + column, mask=inside, other=0)
+    wait_for_inputs(OVERLAP)
     x = tl.load(hidden + row * hidden_stride + column, mask=inside, other=0)
     if delta is not None:
         added = tl.load(delta + row * delta_stride + column, mask=inside, other=0)
@@ -57,6 +61,7 @@ def add_norm(
         SIZE=size,
         BLOCK=block,
         num_warps=norm_warps(block),
+        **overlap(hidden),
     )
 
 

@@ -1,7 +1,7 @@
 """Triton: rotate the queries' rope parts where they stand, and put decoding tokens' also into their absorbed queries.
 
-T tokens, A of them (the first) with absorbed queries, H heads, L kv latent, R rope part, W = L + R. A program takes one
-token's blocks of heads. Reads and writes H R numbers a token, and writes H R more for each of the first A.
+T tokens, A of them (the first) with absorbed queries, H heads, L kv latent, R rope part, W = L + R. A program takes
+rows of [T H, R]. Reads and writes H R numbers a token, and writes H R more for each of the first A.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -13,18 +13,39 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_HEADS = 32  # a program
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
+MOST_ROWS = 64  # a program
+FEW_PROGRAMS = 512  # with fewer, programs of less rows are better
 
 
 @triton.jit
-def pair_columns(R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns of the first and the second of each pair; R, which is outside, for pairs past R / 2."""
-    pair = tl.arange(0, BLOCK)
+def load_pairs(rows, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Firsts and seconds of the pairs, each [ROWS, BLOCK], of rows [ROWS, 1] of pointers; zeros past R / 2.
+
+    Interleaved pairs are read whole, so that accesses are wide.
+    """
     if INTERLEAVED:
-        a, b = 2 * pair, 2 * pair + 1
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        x = tl.load(rows + column, mask=live[:, None] & (column < R), other=0)
+        a, b = tl.split(tl.reshape(x, (ROWS, BLOCK, 2)))
     else:
-        a, b = pair, pair + R // 2
-    return tl.where(pair < R // 2, a, R), tl.where(pair < R // 2, b, R)
+        pair = tl.arange(0, BLOCK)[None, :]
+        a = tl.load(rows + pair, mask=live[:, None] & (pair < R // 2), other=0)
+        b = tl.load(rows + R // 2 + pair, mask=live[:, None] & (pair < R // 2), other=0)
+    return a, b
+
+
+@triton.jit
+def store_pairs(rows, a, b, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The inverse of load_pairs."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(rows + column, tl.reshape(tl.join(a, b), (ROWS, 2 * BLOCK)), mask=live[:, None] & (column < R))
+    else:
+        pair = tl.arange(0, BLOCK)[None, :]
+        tl.store(rows + pair, a, mask=live[:, None] & (pair < R // 2))
+        tl.store(rows + R // 2 + pair, b, mask=live[:, None] & (pair < R // 2))
 
 
 @triton.jit
@@ -33,34 +54,32 @@ def rotate(a, b, cos, sin):
     return a * cos - b * sin, a * sin + b * cos
 
 
-@triton.jit(do_not_specialize=["num_absorbed"])
+@triton.jit(do_not_specialize=["tokens", "num_absorbed"])
 def rope_q_kernel(
-    q, q_stride, q_head_stride, cos, cos_stride, sin, sin_stride,
+    q, q_stride, q_head_stride, cos, cos_stride, sin, sin_stride, tokens,
     absorbed, absorbed_stride, absorbed_head_stride, num_absorbed,
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    a_column, b_column = pair_columns(R, INTERLEAVED, BLOCK_R)
-    pair = tl.arange(0, BLOCK_R)
-    c = tl.load(cos + token * cos_stride + pair, mask=pair < R // 2, other=0)[None, :]
-    s = tl.load(sin + token * sin_stride + pair, mask=pair < R // 2, other=0)[None, :]
-    live = (head < HEADS)[:, None] & (pair < R // 2)[None, :]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = (row // HEADS).to(tl.int64)
+    head = row % HEADS
+    live = token < tokens
+    pair = tl.arange(0, BLOCK_R)[None, :]
+    inside = live[:, None] & (pair < R // 2)
     rows = (q + token * q_stride + NOPE + head * q_head_stride)[:, None]
-    x_a = tl.load(rows + a_column[None, :], mask=live, other=0).to(tl.float32)
-    x_b = tl.load(rows + b_column[None, :], mask=live, other=0).to(tl.float32)
-    a, b = rotate(x_a, x_b, c, s)
+    wait_for_inputs(OVERLAP)
+    c = tl.load(cos + (token * cos_stride)[:, None] + pair, mask=inside, other=0)
+    s = tl.load(sin + (token * sin_stride)[:, None] + pair, mask=inside, other=0)
+    x_a, x_b = load_pairs(rows, live, R, INTERLEAVED, ROWS, BLOCK_R)
+    a, b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), c, s)
     a, b = a.to(q.dtype.element_ty), b.to(q.dtype.element_ty)
     # A small block lies in several threads at once: all have read before one writes.
     tl.debug_barrier()
-    tl.store(rows + a_column[None, :], a, mask=live)
-    tl.store(rows + b_column[None, :], b, mask=live)
+    store_pairs(rows, a, b, live, R, INTERLEAVED, ROWS, BLOCK_R)
     if absorbed is not None:
-        if token < num_absorbed:
-            to = (absorbed + token * absorbed_stride + LATENT + head * absorbed_head_stride)[:, None]
-            tl.store(to + a_column[None, :], a, mask=live)
-            tl.store(to + b_column[None, :], b, mask=live)
+        to = (absorbed + token * absorbed_stride + LATENT + head * absorbed_head_stride)[:, None]
+        store_pairs(to, a, b, token < num_absorbed, R, INTERLEAVED, ROWS, BLOCK_R)
 
 
 def rope_q(
@@ -76,13 +95,12 @@ def rope_q(
     if tokens == 0:
         return
     rope = width - nope
-    block_h = min(MOST_HEADS, triton.next_power_of_2(heads))
-    block_r = triton.next_power_of_2(rope // 2)
-    rope_q_kernel[(tokens, triton.cdiv(heads, block_h))](
-        q, q.stride(0), q.stride(1), cos, cos.stride(0), sin, sin.stride(0),
+    rows = min(MOST_ROWS, max(4, triton.next_power_of_2(triton.cdiv(tokens * heads, FEW_PROGRAMS))))
+    rope_q_kernel[(triton.cdiv(tokens * heads, rows),)](
+        q, q.stride(0), q.stride(1), cos, cos.stride(0), sin, sin.stride(0), tokens,
         absorbed, *(absorbed.stride()[:2] if absorbed is not None else (0, 0)),
         len(absorbed) if absorbed is not None else 0,
         HEADS=heads, NOPE=nope, LATENT=absorbed.shape[2] - rope if absorbed is not None else 0, R=rope,
-        INTERLEAVED=interleaved, BLOCK_H=block_h, BLOCK_R=block_r,
-        num_warps=max(1, min(4, block_h * block_r // 128)),
+        INTERLEAVED=interleaved, ROWS=rows, BLOCK_R=triton.next_power_of_2(rope // 2),
+        num_warps=4 if rows > 16 else 1, **overlap(q),
     )  # fmt: skip

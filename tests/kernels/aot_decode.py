@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
+from splash_plugins.absorb.kernel import BLOCK_L, absorb_kernel
 from splash_plugins.latent_rows.kernel import latent_rows_kernel
 from splash_plugins.mla_attention.decode_kernel import choose_config, decode_kernel, merge_kernel
 from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
 from splash_plugins.rope_q.kernel import rope_q_kernel
+from splash_plugins.value_up.kernel import BLOCK_V, PARTS, merge_up_kernel, value_up_kernel
 from tests.kernels.aot import Kernel, Target
 
-HIDDEN, HEADS, NOPE, LATENT, ROPE, QUERY_LATENT = 2048, 10, 192, 512, 64, 768
+HIDDEN, HEADS, NOPE, VALUE, LATENT, ROPE, QUERY_LATENT = 2048, 10, 192, 256, 512, 64, 768
 PAGE_TOKENS = 64
 # What the rest of the arguments are: bfloat16 tensors, or integers.
 FLOAT32 = ("cos", "sin", "lse", "partial", "partial_lse")
 INT32 = ("tables", "slot", "first", "length", "page", "offset", "target_page", "target_offset")
-TENSORS = ("q", "qkv", "hidden", "delta", "weight", "out", "pages", "rows", "latent", "absorbed", "q_norm", "kv_norm")
+TENSORS = ("q", "qkv", "hidden", "delta", "weight", "out", "pages", "rows", "latent", "absorbed", "q_norm", "kv_norm",
+           "w_uk", "w_uv", "latents")  # fmt: skip
 
 
-def _kernel(function: object, constexprs: dict[str, object], num_warps: int, num_stages: int = 3) -> Kernel:
+def _kernel(
+    function: object, constexprs: dict[str, object], overlap: bool, num_warps: int, num_stages: int = 3
+) -> Kernel:
+    constexprs = {**constexprs, "OVERLAP": overlap}
     types: dict[str, str] = {}
     for name in function.arg_names:  # type: ignore[attr-defined]
         if name in FLOAT32:
@@ -42,13 +48,29 @@ def kernels(target: Target) -> list[Kernel]:
     attend = {"ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_H": config.block_h, "BLOCK_L": 512, "BLOCK_R": 64}
     heads = {"HEADS": 20, "NOPE": NOPE, "LATENT": LATENT, "R": ROPE, "INTERLEAVED": True}
     row = {"Q": QUERY_LATENT, "L": LATENT, "R": ROPE, "INTERLEAVED": True}
-    decode = _kernel(decode_kernel, {**tile, **attend}, config.num_warps, config.num_stages)
+    overlap = target.is_nvidia and int(target.arch) >= 90
+    decode = _kernel(decode_kernel, {**tile, **attend}, overlap, config.num_warps, config.num_stages)
     # Parts of a context are float32.
     decode = dataclasses.replace(decode, types={**decode.types, "out": "*fp32"})
+    product = {"LATENT": LATENT, "BLOCK_A": 16}
+    up = {"VALUE": VALUE, "BLOCK_L": LATENT, "BLOCK_V": BLOCK_V}
+    absorb = {
+        **product,
+        "NOPE": NOPE,
+        "R": ROPE,
+        "INTERLEAVED": True,
+        "BLOCK_K": 256,
+        "BLOCK_L": BLOCK_L,
+        "BLOCK_R": 32,
+    }
+    merged = {**tile, **up, "BLOCK_A": 4, "BLOCK_S": PARTS // 4, "SPLITS": 16}
     return [
-        _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, norm_warps(HIDDEN)),
-        _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, norm_warps(1024)),
-        _kernel(rope_q_kernel, {**heads, "BLOCK_H": 32, "BLOCK_R": 32}, 4),
+        _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, overlap, norm_warps(HIDDEN)),
+        _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, overlap, norm_warps(1024)),
+        _kernel(rope_q_kernel, {**heads, "ROWS": 64, "BLOCK_R": 32}, overlap, 4),
         decode,
-        _kernel(merge_kernel, {**tile, "BLOCK_S": 16, "BLOCK_L": 128}, 4),
+        _kernel(merge_kernel, {**tile, "BLOCK_S": 16, "BLOCK_L": 128}, overlap, 4),
+        _kernel(absorb_kernel, absorb, overlap, 4),
+        _kernel(value_up_kernel, {**product, **up}, overlap, 4),
+        _kernel(merge_up_kernel, merged, overlap, 8),
     ]

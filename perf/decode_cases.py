@@ -1,0 +1,227 @@
+"""What perf/kernels_decode.py measures on: inputs of kernels around decode attention, and how to check and time them.
+
+Numbers are those of glm-4.7-flash; every kernel is compared with its plain torch reference on fresh random numbers,
+into outputs full of NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from splash_plugins.absorb import reference as absorb_reference
+from splash_plugins.absorb.kernel import absorb
+from splash_plugins.latent_rows import reference as latent_reference
+from splash_plugins.latent_rows.kernel import latent_rows
+from splash_plugins.mla_attention import decode_reference
+from splash_plugins.mla_attention.decode_kernel import decode
+from splash_plugins.norm import reference as norm_reference
+from splash_plugins.norm.kernel import add_norm
+from splash_plugins.rope_q import reference as rope_reference
+from splash_plugins.rope_q.kernel import rope_q
+from splash_plugins.value_up import reference as value_reference
+from splash_plugins.value_up.kernel import decode_values, value_up
+
+NOPE, ROPE, VALUE, LATENT, WIDTH, PAGE_TOKENS, SCALE = 192, 64, 256, 512, 576, 64, 256**-0.5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Relative error ‖out − reference‖ / ‖reference‖ that rounding explains.
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@dataclass
+class Attention:
+    """Queries, and the pages of several layers that hold their contexts; `layers` are views of one layer each."""
+
+    q: torch.Tensor
+    layers: list[torch.Tensor]
+    tables: torch.Tensor
+    slot: torch.Tensor
+    first: torch.Tensor
+    length: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def run(self, function: Callable[..., None], layer: int = 0, **options: Any) -> None:
+        index = (self.tables, self.slot, self.first, self.length)
+        function(self.q, self.layers[layer], *index, 1, LATENT, SCALE, self.out, self.lse, **options)
+
+
+def attention(lengths: Sequence[int], heads: int, dtype: torch.dtype, num_layers: int, spare: int = 8) -> Attention:
+    """Pages in random order; NaN where no query may read. Tables have `spare` times the columns that are in use."""
+    used = [-(-n // PAGE_TOKENS) for n in lengths]
+    num_pages = sum(used) + 1
+    arena = torch.empty((num_pages, num_layers, PAGE_TOKENS, WIDTH), dtype=dtype, device="cuda").normal_()
+    order = torch.randperm(num_pages).tolist()
+    tables = torch.full((len(lengths), max(1, *used) * spare), -1, dtype=torch.int32)
+    for a, n in enumerate(lengths):
+        for column in range(used[a]):
+            tables[a, column] = order.pop()
+        if n % PAGE_TOKENS:
+            arena[tables[a, used[a] - 1], :, n % PAGE_TOKENS :] = torch.nan
+    slot = torch.tensor([a if n else -1 for a, n in enumerate(lengths)], dtype=torch.int32)
+    q = torch.randn((len(lengths), heads, WIDTH), device="cuda").to(dtype)
+    out = torch.full((len(lengths), heads, LATENT), torch.nan, dtype=dtype, device="cuda")
+    lse = torch.full((len(lengths), heads), torch.nan, device="cuda")
+    length = torch.tensor(lengths, dtype=torch.int32)
+    layers = [arena[:, layer] for layer in range(num_layers)]
+    return Attention(q, layers, tables.cuda(), slot.cuda(), torch.zeros_like(slot).cuda(), length.cuda(), out, lse)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative, infinite where one is not finite and the other is."""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return float("inf")
+    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+class Checks:
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def see(self, what: str, dtype: torch.dtype, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        worst = max(error(got, want) for got, want in pairs)
+        good = worst <= TOLERANCE[dtype]
+        self.failed += not good
+        if not good:
+            print(f"WRONG {what} {dtype}: relative error {worst:.2e}")
+
+    def attention(self, what: str, case: Attention, want: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
+        case.out.fill_(torch.nan)
+        case.lse.fill_(torch.nan)
+        case.run(decode, **options)
+        self.see(f"decode {what} {options}", case.q.dtype, ((case.out, want[0]), (case.lse, want[1])))
+
+
+def attention_wanted(case: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's output and log-sum-exp from the same inputs in float32."""
+    wide = replace(case, q=case.q.float(), layers=[case.layers[0].float()], out=torch.empty_like(case.out).float())
+    wide.lse = torch.empty_like(case.lse)
+    wide.run(decode_reference.decode)
+    return wide.out, wide.lse
+
+
+def check_attention(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    for dtype, heads in itertools.product(dtypes, (10, 20, 64)):
+        if dtype == torch.float32 and heads > 10:
+            continue  # one way through the kernel, slow to compile
+        case = attention([0, 1, 63, 64, 65, 600, 1000, 0], heads, dtype, 1)
+        want = attention_wanted(case)
+        for splits in (None, 1, 3):
+            checks.attention(f"ragged, {heads} heads", case, want, num_splits=splits)
+
+
+def norm_inputs(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(shape, device="cuda").to(dtype) for shape in ((tokens, 2048), (tokens, 2048), (2048,)))
+
+
+def latent_inputs(tokens: int, dtype: torch.dtype, num_q: int = 768) -> dict[str, Any]:
+    """Arguments of latent_rows in order."""
+    angle = torch.rand((tokens, 32), device="cuda") * 100
+    places = torch.randperm(tokens * 2, device="cuda")[:tokens]
+    page, offset = (places // PAGE_TOKENS).int(), (places % PAGE_TOKENS).int()
+    page[1::5] = -1
+    num_pages = -(-tokens * 2 // PAGE_TOKENS)
+    arena = torch.zeros((num_pages, 2, PAGE_TOKENS, WIDTH), dtype=dtype, device="cuda")
+    return {
+        "qkv": torch.randn((tokens, num_q + WIDTH), device="cuda").to(dtype),
+        "q_norm": torch.randn(num_q, device="cuda").to(dtype),
+        "kv_norm": torch.randn(LATENT, device="cuda").to(dtype),
+        "eps": 1e-6,
+        "cos": angle.cos(),
+        "sin": angle.sin(),
+        "interleaved": True,
+        "latent": torch.full((tokens, num_q), torch.nan, dtype=dtype, device="cuda"),
+        "rows": torch.full((tokens, WIDTH), torch.nan, dtype=dtype, device="cuda"),
+        "pages": arena[:, 1],
+        "page": page,
+        "offset": offset,
+        "target_page": None,
+        "target_offset": None,
+    }
+
+
+def rope_inputs(tokens: int, dtype: torch.dtype, heads: int = 20) -> tuple[torch.Tensor, ...]:
+    """q, cos, sin and the absorbed queries of at most 512 tokens."""
+    angle = torch.rand((tokens, 32), device="cuda") * 100
+    q = torch.randn((tokens, heads, 256), device="cuda").to(dtype)
+    absorbed = torch.zeros((min(tokens, 512), heads, WIDTH), dtype=dtype, device="cuda")
+    return q, angle.cos(), angle.sin(), absorbed
+
+
+def check_rows(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """The norm, the latent rows and the rotation."""
+    for dtype, tokens in itertools.product(dtypes, (1, 77)):
+        hidden, delta, weight = norm_inputs(tokens, dtype)
+        want_hidden, want, out = hidden.clone(), torch.empty_like(hidden), torch.full_like(hidden, torch.nan)
+        norm_reference.add_norm(want_hidden, delta, weight, 1e-5, want)
+        add_norm(hidden, delta, weight, 1e-5, out)
+        checks.see("add_norm", dtype, ((hidden, want_hidden), (out, want)))
+        for interleaved in (False, True):
+            mine = {**latent_inputs(tokens, dtype), "interleaved": interleaved}
+            theirs: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in mine.items()}
+            latent_rows(*mine.values())
+            latent_reference.latent_rows(*theirs.values())
+            pairs = [(mine[k], theirs[k]) for k in ("latent", "rows", "pages")]
+            checks.see("latent_rows", dtype, pairs)
+            q, cos, sin, absorbed = rope_inputs(tokens, dtype)
+            want_q, want_absorbed = q.clone(), absorbed.clone()
+            rope_reference.rope_q(want_q, cos, sin, interleaved, 192, want_absorbed)
+            rope_q(q, cos, sin, interleaved, 192, absorbed)
+            checks.see("rope_q", dtype, ((q, want_q), (absorbed, want_absorbed)))
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def check_heads(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Products by head: absorbing, values, and both after attention to parts of contexts."""
+    for dtype, queries in itertools.product(dtypes, (1, 16, 61, 100)):
+        q, cos, sin, got = rope_inputs(queries, dtype, 10)
+        w_uk = normal(10, NOPE, LATENT, dtype=dtype, scale=NOPE**-0.5)
+        want = torch.empty_like(got)
+        absorb_reference.absorb(q, cos, sin, True, w_uk, want)
+        got.fill_(torch.nan)
+        absorb(q, cos, sin, True, w_uk, got)
+        checks.see(f"absorb {queries}", dtype, ((got, want),))
+        w_uv = normal(10, VALUE, LATENT, dtype=dtype, scale=LATENT**-0.5)
+        latents = normal(queries, 10, LATENT, dtype=dtype)
+        out, wanted = (torch.full((queries, 10, VALUE), torch.nan, dtype=dtype, device="cuda") for _ in range(2))
+        value_reference.value_up(latents, w_uv, wanted)
+        value_up(latents, w_uv, out)
+        checks.see(f"value_up {queries}", dtype, ((out, wanted),))
+        case = attention([0, 1, 63, 64, 65, 600, 1000, 0][: queries + 1], 10, dtype, 1)
+        index = (case.layers[0], case.tables, case.slot, case.first, case.length, 1, LATENT, SCALE)
+        out, wanted = out[:1].repeat(len(case.q), 1, 1), wanted[:1].repeat(len(case.q), 1, 1)
+        value_reference.decode_values(case.q, *index, [w_uv], wanted)
+        for fuse, splits in itertools.product((False, True), (1, 3, 16)):
+            out.fill_(torch.nan)
+            decode_values(case.q, *index, [w_uv], out, num_splits=splits, fuse=fuse)
+            checks.see(f"decode_values {fuse} {splits}", dtype, ((out, wanted),))
+
+
+def time_us(launches: Sequence[Callable[[], None]], replays: int = 20) -> float:
+    """Median microseconds of one of the launches, all in one graph."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    for _ in range(3):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return times[len(times) // 2] * 1e3 / len(launches)

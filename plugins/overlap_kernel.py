@@ -1,0 +1,36 @@
+"""Lets a kernel begin while the one before it ends (programmatic dependent launch, NVIDIA from compute capability 9.0).
+
+A kernel launched so may run before what it reads is written: it first loads what no kernel of a step writes (weights,
+a step's index arrays), then waits. Every program has to wait, also one with nothing to do: what comes next takes the
+end of this kernel for the end of all before it. Nothing is written before the wait.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Until all kernels before this one are done; lets the next one's programs come to their own wait."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+# Measured before it becomes the rule: perf/kernels_decode.py.
+BY_DEFAULT = False
+
+
+def overlap(tensor: torch.Tensor) -> dict[str, bool]:
+    """A launch's options: the kernel's OVERLAP, and Triton's `launch_pdl` where the device knows it."""
+    if not BY_DEFAULT or not tensor.is_cuda or torch.version.hip is not None:
+        return {"OVERLAP": False}
+    if torch.cuda.get_device_capability(tensor.device) < (9, 0):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}

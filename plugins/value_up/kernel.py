@@ -1,0 +1,175 @@
+"""Triton: latents of few queries to values, and so the parts of split contexts, which are merged on the way.
+
+A queries, H heads, L kv latent, v a head's values. A program takes one head, some queries and a tile of values; it
+reads its weights before attention is done. The time is that of reading H v L weights and, from the L2, parts of
+contexts: each of the v / BLOCK_V programs of a head reads all that head's parts, so that more than a few are better
+merged before.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from splash_plugins.mla_attention.decode_kernel import DecodeConfig, attention_parts, decode, device_config, splits_for
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
+MOST_QUERIES = 64
+BLOCK_V = 32
+# More parts of as many queries as a program takes are merged in a launch of their own.
+MOST_PARTS = 128
+# Parts, of all its queries, that a merging program reads at a time.
+PARTS = 16
+
+
+@triton.jit
+def _weights(w_uv, head, column, latent, VALUE: tl.constexpr, LATENT: tl.constexpr):
+    """[BLOCK_V, BLOCK_L]."""
+    inside = (column < VALUE)[:, None] & (latent < LATENT)[None, :]
+    return tl.load(w_uv + (head * VALUE + column[:, None]) * LATENT + latent[None, :], mask=inside, other=0)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def value_up_kernel(
+    latents, latents_stride, latents_head_stride, w_uv, out, out_stride, out_head_stride, queries,
+    LATENT: tl.constexpr, VALUE: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    a = tl.program_id(2) * BLOCK_A + tl.arange(0, BLOCK_A)
+    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    latent = tl.arange(0, BLOCK_L)
+    w = _weights(w_uv, head, column, latent, VALUE, LATENT)
+    wait_for_inputs(OVERLAP)
+    rows = latents + a[:, None] * latents_stride + head * latents_head_stride
+    x = tl.load(rows + latent[None, :], mask=(a < queries)[:, None] & (latent < LATENT)[None, :], other=0)
+    result = tl.dot(x, tl.trans(w), input_precision="ieee")
+    to = out + a[:, None] * out_stride + head * out_head_stride + column[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=(a < queries)[:, None] & (column < VALUE)[None, :])
+
+
+@triton.jit(do_not_specialize=["queries", "splits"])
+def merge_up_kernel(
+    partial, partial_lse, length, splits, w_uv, out, out_stride, out_head_stride, queries, first_head,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """partial [A, splits, HEADS, L] and partial_lse [A, splits, HEADS] as decode_kernel wrote them, in tiles of
+    BLOCK_N rows, to out. Weights are of heads from first_head on. SPLITS is a power of 2, not below splits."""
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    latent = tl.arange(0, BLOCK_L)
+    w = _weights(w_uv, head, column, latent, VALUE, LATENT)
+    a = tl.program_id(2) * BLOCK_A + tl.arange(0, BLOCK_A)
+    tiles = tl.cdiv(tl.load(length + a, mask=a < queries, other=0), BLOCK_N)
+    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+    first = a.to(tl.int64) * splits * HEADS + first_head + head
+    wait_for_inputs(OVERLAP)
+    split = tl.arange(0, SPLITS)[None, :]
+    live = split < written[:, None]
+    lse = tl.load(partial_lse + first[:, None] + split * HEADS, mask=live, other=-float("inf"))
+    top = tl.max(lse, 1)
+    top = tl.where(top > -float("inf"), top, 0)
+    total = tl.sum(tl.exp(lse - top[:, None]), 1)
+    sums = tl.zeros((BLOCK_A, BLOCK_L), tl.float32)
+    for begin in range(0, tl.max(written, 0), BLOCK_S):
+        part = begin + tl.arange(0, BLOCK_S)
+        row = first[:, None] + part[None, :] * HEADS
+        there = part[None, :] < written[:, None]
+        weight = tl.exp(tl.load(partial_lse + row, mask=there, other=-float("inf")) - top[:, None])
+        inside = there[:, :, None] & (latent < LATENT)[None, None, :]
+        values = tl.load(partial + row[:, :, None] * LATENT + latent[None, None, :], mask=inside, other=0)
+        sums += tl.sum(values * weight[:, :, None], 1)
+    merged = (sums / tl.where(total > 0, total, 1)[:, None]).to(w.dtype)
+    result = tl.dot(merged, tl.trans(w), input_precision="ieee")
+    to = out + a[:, None] * out_stride + head * out_head_stride + column[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=(a < queries)[:, None] & (column < VALUE)[None, :])
+
+
+def value_up(latents: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> None:
+    """As plugins/value_up/reference.py; w_uv is contiguous, the others in their last axes."""
+    queries, heads, num_latent = latents.shape
+    value = w_uv.shape[1]
+    if queries == 0:
+        return
+    if queries > MOST_QUERIES or num_latent > 512:
+        torch.bmm(latents.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
+        return
+    block_a = max(16, triton.next_power_of_2(queries))
+    value_up_kernel[(triton.cdiv(value, BLOCK_V), heads, triton.cdiv(queries, block_a))](
+        latents, latents.stride(0), latents.stride(1), w_uv, out, out.stride(0), out.stride(1), queries,
+        LATENT=num_latent, VALUE=value, BLOCK_A=block_a, BLOCK_L=max(16, triton.next_power_of_2(num_latent)),
+        BLOCK_V=BLOCK_V, num_warps=4 if block_a < 64 else 8, **overlap(latents),
+    )  # fmt: skip
+
+
+def merge_up(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    length: torch.Tensor,
+    tile_rows: int,
+    w_uv: torch.Tensor,
+    first_head: int,
+    out: torch.Tensor,
+    *,
+    block_v: int = BLOCK_V,
+) -> None:
+    """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, in tiles of
+    `tile_rows` of length [A] rows; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
+    queries, splits, all_heads, num_latent = partial.shape
+    heads, value = w_uv.shape[:2]
+    block_a = min(4, triton.next_power_of_2(queries))
+    merge_up_kernel[(triton.cdiv(value, block_v), heads, triton.cdiv(queries, block_a))](
+        partial, partial_lse, length, splits, w_uv, out, out.stride(0), out.stride(1), queries, first_head,
+        HEADS=all_heads, LATENT=num_latent, VALUE=value, BLOCK_N=tile_rows,
+        BLOCK_A=block_a, BLOCK_S=PARTS // block_a, SPLITS=triton.next_power_of_2(splits),
+        BLOCK_L=max(16, triton.next_power_of_2(num_latent)), BLOCK_V=block_v,
+        num_warps=8, **overlap(partial),
+    )  # fmt: skip
+
+
+def decode_values(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+    latent: int,
+    scale: float,
+    w_uv: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    config: DecodeConfig | None = None,
+    num_splits: int | None = None,
+    fuse: bool | None = None,
+) -> None:
+    """As reference.py, with the demands of decode_kernel.decode and value_up. fuse: merge parts and apply weights in
+    one launch; by default if that reads few enough parts."""
+    if len(q) == 0:
+        return
+    config = config or device_config(q)
+    num_splits = num_splits or splits_for(q, pages, tables, stride, config)
+    index = (pages, tables, slot, first, length, stride, latent, scale)
+    if fuse is None:
+        fuse = num_splits * min(4, len(q)) <= MOST_PARTS and len(q) <= MOST_QUERIES
+    heads = 0
+    if fuse and num_splits > 1:
+        parts = attention_parts(q, *index, config, num_splits)
+        for w in w_uv:
+            merge_up(*parts, length, config.block_n, w, heads, out[:, heads : heads + len(w)])
+            heads += len(w)
+        return
+    latents = q.new_empty((*q.shape[:2], latent))
+    decode(q, *index, latents, None, config=config, num_splits=num_splits)
+    for w in w_uv:
+        value_up(latents[:, heads : heads + len(w)], w, out[:, heads : heads + len(w)])
+        heads += len(w)
