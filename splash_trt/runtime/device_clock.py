@@ -19,7 +19,7 @@ class Clock(Protocol):
         ...
 
     def gap(self) -> torch.Tensor:
-        """[1] float64: seconds between the end of the step before and the begin of the present one."""
+        """[1] int64: nanoseconds between the end of the step before and the begin of the present one."""
         ...
 
 
@@ -40,7 +40,7 @@ class HostClock:
         return lambda: seconds
 
     def gap(self) -> torch.Tensor:
-        return torch.tensor([self._gap], dtype=torch.float64)
+        return torch.tensor([round(self._gap * 1e9)])
 
 
 class CudaClock:
@@ -72,4 +72,4 @@ class CudaClock:
         return seconds
 
     def gap(self) -> torch.Tensor:
-        return (self._begun - self._ended).double() * 1e-9
+        return self._begun - self._ended

@@ -66,8 +66,8 @@ class DeviceRunner:
         capture: bool,
         mover: PeerMover | None = None,
     ) -> None:
-        """buckets, capture: see graphs.py. mover: of ranks that can write into each other's memory; others move rows and
-        weights by collectives."""
+        """buckets, capture: see graphs.py. mover: of ranks that can write into each other's memory; others move rows
+        and weights by collectives."""
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         self._watch = watch
         self._peers = peers
@@ -99,6 +99,7 @@ class DeviceRunner:
             capture,
         )
         self._mover = mover or Mover(self.storage, self.weights, collectives)
+        self._status = torch.zeros(1 + _STATUS_BYTES // 8, dtype=torch.float64, device=self._device)
         self._sampler = Sampler(collectives, first, model.vocab_size)
         self._compiler = compiler_of(tokenizer, model.vocab_size, model.eos_token_ids)
         self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler, self._device)
@@ -181,10 +182,16 @@ class DeviceRunner:
         return found
 
     def _statuses(self, error: str) -> torch.Tensor:
-        """[N, 1, numbers] float64: every rank's gap before this step in seconds, and its error's text as bytes."""
-        text = error.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
-        (packed,) = self._upload.plain(np.frombuffer(text, np.float64))
-        return self._peers.gather_small(torch.cat([self._clock.gap(), packed])[None])
+        """[N, 1, numbers] float64: every rank's gap before this step in ns, and its error's text as bytes.
+
+        A switch's steps should not be longer for it, so that nothing is uploaded where there is no error.
+        """
+        status = self._status
+        if error:
+            text = error.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
+            status = torch.cat([status[:1], *self._upload.plain(np.frombuffer(text, np.float64))])
+        status[:1].copy_(self._clock.gap())
+        return self._peers.gather_small(status[None])
 
 
 _STATUS_BYTES = 256
@@ -215,7 +222,7 @@ class _Handle:
             errors=self._errors,
             seconds=seconds,
             statuses=tuple(
-                RankStatus(row[0, 1:].tobytes().rstrip(b"\0").decode(errors="replace"), float(row[0, 0]))
+                RankStatus(row[0, 1:].tobytes().rstrip(b"\0").decode(errors="replace"), float(row[0, 0]) * 1e-9)
                 for row in found.get("statuses", ())
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +49,30 @@ def test_one_slow_step_among_many_does_not_count() -> None:
     budget = Budget(400, 100, 1000, 0.05)
     budget.observe(1000.0)
     assert told(budget, 1.0, times=STEPS_BETWEEN - 1) == 500
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.003, 0.01, 0.03])
+def test_it_finds_the_slowdown_that_is_allowed_under_noise(noise: float) -> None:
+    """0.35 % for each 128 MiB a step, as measured; 0.5 % is allowed. Steps vary by six times as much."""
+    random, mib = np.random.default_rng(3), 1 << 20
+    for start in (16 * mib, 128 * mib):
+        ends = []
+        for _ in range(7):
+            budget = Budget(start, mib // 10, 2048 * mib, 0.005)
+            for _ in range(1200):
+                budget.observe(1 + 0.0035 * budget.bytes_per_step / (128 * mib) + noise * random.standard_normal())
+            ends.append(budget.bytes_per_step)
+        assert 60 * mib < np.median(ends) < 500 * mib, np.median(ends) / mib
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+def test_what_costs_much_shrinks_fast(noise: float) -> None:
+    random = np.random.default_rng(4)
+    for _ in range(20):
+        budget = Budget(1 << 27, 1 << 17, 1 << 28, 0.005)
+        for _ in range(STEPS_BETWEEN * 3):
+            budget.observe(1.3 + noise * random.standard_normal())
+        assert budget.bytes_per_step == 1 << 24
 
 
 def test_a_new_switch_starts_afresh() -> None:
