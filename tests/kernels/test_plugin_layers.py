@@ -5,7 +5,9 @@ In Triton's interpreter, or on the GPU, against the plain references.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,9 @@ class Runner:
 
 
 @pytest.fixture
-def run(sources: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Runner:  # noqa: F811
-    import importlib
-    import sys
-
+def run(sources: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:  # noqa: F811
+    forget_tensorrt()
     install(sources / "11.4.0.106" / "tensorrt_bindings")
-    for name in [n for n in sys.modules if n.startswith("splash_plugins.") and n.endswith(("trt", "trt_support"))]:
-        del sys.modules[name]
     from splash_plugins.aot import target_of
     from splash_plugins.registrations import FOLDERS, register_all
 
@@ -79,7 +77,15 @@ def run(sources: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Runner: 
             importlib.import_module(f"splash_plugins.{folder}.trt"), "compile_entry", runner.compile_entry
         )
     register_all(target_of((9, 0)))
-    return runner
+    yield runner
+    forget_tensorrt()  # the stub, which others would take for the package
+
+
+def forget_tensorrt() -> None:
+    for name in list(sys.modules):
+        ours = name.startswith("splash_plugins.") and name.endswith(("trt", "trt_support"))
+        if ours or name == "tensorrt" or name.startswith("tensorrt."):
+            del sys.modules[name]
 
 
 def random_of(layer: Layer, tokens: int, device: str) -> dict[str, torch.Tensor]:
