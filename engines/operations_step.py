@@ -121,10 +121,10 @@ def attention(here: Here) -> Operation:
         tokens, width = case["tokens"], case["latent"] + case["rope"]
         pages = -(-case["context"] // PAGE_TOKENS)
         pool = random_of(case, g, tokens * pages, PAGE_TOKENS, width)
-        on = {"generator": g, "device": case.device}
-        tables = torch.randperm(tokens * pages, **on).view(tokens, pages)
-        length = torch.randint(1, case["context"] + 1, (tokens,), **on)
-        slot = torch.randperm(tokens, **on)
+        device = case.device
+        tables = torch.randperm(tokens * pages, generator=g, device=device).view(tokens, pages)
+        length = torch.randint(1, case["context"] + 1, (tokens,), generator=g, device=device)
+        slot = torch.randperm(tokens, generator=g, device=device)
         lists = [x.to(torch.int32) for x in (tables, slot, torch.zeros_like(slot), length)]
         return random_of(case, g, tokens, case["heads"], width), pool, *lists, 1, case["latent"], width**-0.5
 

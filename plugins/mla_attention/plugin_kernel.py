@@ -35,7 +35,7 @@ def mla_attention_plugin(
         out=out, out_stride=HEADS * LATENT, out_split_stride=0, out_head_stride=LATENT,
         lse=lse, lse_stride=HEADS, lse_split_stride=0,
         HEADS=HEADS, LATENT=LATENT, ROPE=ROPE, S=S,
-        BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N,
+        BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, OVERLAP=False,
     )  # fmt: skip
 
 
