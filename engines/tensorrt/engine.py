@@ -49,18 +49,20 @@ class NetworkEngine:
     def __init__(
         self, model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives, executor: Executor
     ) -> None:
+        assert model.indexer is None, "refused before any rank starts"
         self.model = model
         self.spec = spec
         self._blocks = {"own": weights.own, "others": weights.others}
         self._comm = collectives
         self._executor = executor
         self._bound: dict[tuple[str, int | None], dict[str, torch.Tensor]] = {}
+        self._like = weights.own["final_norm"]
         rank, size = collectives.rank, collectives.size
-        self._first_id = torch.tensor([partition(model.vocab_size, size)[rank][0]], dtype=torch.int32)
+        self._first_id = self._number(partition(model.vocab_size, size)[rank][0])
         by_name = {s.name: s for s in tensor_specs(model)}
         moe = next((f"layers.{i}.experts.gate_up" for i, k in enumerate(model.layers) if k is LayerKind.MOE), None)
-        first = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
-        self._first_expert = torch.tensor([first], dtype=torch.int32)
+        self._first_local = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
+        self._first_expert = self._number(self._first_local)
 
     def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:
         """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D].
@@ -96,7 +98,7 @@ class NetworkEngine:
         found = self._run("v_up", layer, len(latents), {"latents": wide})
         if found:
             return found["values"]
-        return self._blocks["own"]["final_norm"].new_empty((len(latents), 0, self.model.v_head_dim))
+        return self._like.new_empty((len(latents), 0, self.model.v_head_dim))
 
     def expand_kv(
         self, layer: int, latents: torch.Tensor, workspace: torch.Tensor
@@ -148,7 +150,7 @@ class NetworkEngine:
         found = self._run("moe_in", layer, count, {"hidden": hidden})
         own, p = self._blocks["own"], f"layers.{layer}.experts."
         x, choice, weight = found["x"], found["choice"], found["weight"]
-        routed = grouped_experts(x, choice, weight, own[p + "gate_up"], own[p + "down"], int(self._first_expert))
+        routed = grouped_experts(x, choice, weight, own[p + "gate_up"], own[p + "down"], self._first_local)
         if "shared" in found:
             routed += found["shared"]
         return self._summed({"partial": routed}, count, counts)
@@ -165,7 +167,7 @@ class NetworkEngine:
             return found["sum"]
         partial = found.get("partial")
         if partial is None:
-            partial = self._blocks["own"]["final_norm"].new_zeros((rows, self.model.hidden_size))
+            partial = self._like.new_zeros((rows, self.model.hidden_size))
         if self.spec.tokens is Tokens.SPREAD:
             return self._comm.reduce_scatter(partial, counts)
         return self._comm.all_reduce(partial)
@@ -184,7 +186,7 @@ class NetworkEngine:
             return {}
         if outputs is None:
             outputs = {
-                name: torch.empty(tuple(rows if n < 0 else n for n in shape), dtype=dtype)
+                name: torch.empty([rows if n < 0 else n for n in shape], dtype=dtype, device=self._like.device)
                 for name, (shape, dtype) in signature.outputs.items()
             }
         if rows:
@@ -192,6 +194,10 @@ class NetworkEngine:
             given = {name: activations[name].contiguous() for name in signature.inputs if name not in bound}
             self._executor.run(kind, layer, {**bound, **given}, outputs)
         return outputs
+
+    def _number(self, value: int) -> torch.Tensor:
+        """An input that is one number, where the networks run."""
+        return torch.tensor([value], dtype=torch.int32, device=self._like.device)
 
     def _weights(self, kind: str, layer: int | None, signature: Signature) -> dict[str, torch.Tensor]:
         """The network's inputs that are weights: named block.tensor."""

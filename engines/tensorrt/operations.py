@@ -26,6 +26,17 @@ def rms_norm(g: Graph, x: Any, weight: Any, eps: float, of: str) -> Any:
         return g.binary("PROD", g.cast(g.binary("DIV", y, root), g.dtype), g.reshape(weight, (1, -1)))
 
 
+def layer_norm(g: Graph, x: Any, weight: Any, bias: Any, eps: float, of: str) -> Any:
+    """x [T, n], weight and bias [n] (arXiv 1607.06450)."""
+    with g.scope(of, operation="layer_norm", eps=eps):
+        y = g.cast(x, WIDE)
+        y = g.binary("SUB", y, g.reduce("AVG", y, 1, keep=True))
+        variance = g.reduce("AVG", g.binary("PROD", y, y), 1, keep=True)
+        root = g.unary("SQRT", g.binary("SUM", variance, g.constant([[eps]], WIDE)))
+        y = g.binary("PROD", g.cast(g.binary("DIV", y, root), g.dtype), g.reshape(weight, (1, -1)))
+        return g.binary("SUM", y, g.reshape(bias, (1, -1)))
+
+
 def linear(g: Graph, x: Any, weight: Any, bias: Any | None, of: str) -> Any:
     """x [T, n], weight [m, n], bias [m] -> [T, m]."""
     with g.scope(of, operation="linear", weight=weight.name):

@@ -17,7 +17,9 @@ from splash_engines.tensorrt.graph import Graph
 from splash_engines.tensorrt.sizes import Shapes, Sizes
 from splash_engines.trt_api import Api
 from splash_trt.models.config import ModelConfig
+from splash_trt.models.family import FAMILIES
 
+INDEX_NORM_EPS = 1e-6  # of transformers' k_norm, whatever the configuration says
 OWN, OTHERS = "own", "others"
 
 
@@ -61,17 +63,17 @@ def embed(g: Graph, model: ModelConfig, w: Weights) -> None:
 
 
 def attention_in(g: Graph, model: ModelConfig, w: Weights) -> None:
-    """hidden [T_r, D], cos and sin float32 [T_r, R / 2] -> q_nope [T_r, H, nope], q_rope [T_r, H, R], rows [T_r, W]."""
+    """hidden [T_r, D], cos and sin float32 [T_r, R / 2] -> q_nope [T_r, H, nope], q_rope [T_r, H, R], rows [T_r, W];
+    where the model has an indexer also what _index says."""
     rope, latent = model.qk_rope_head_dim, model.kv_lora_rank
     x = g.input("hidden", ("T", model.hidden_size))
     cos, sin = (g.input(name, ("T", rope // 2), "float32") for name in ("cos", "sin"))
     x = ops.rms_norm(g, x, w.own("attn_norm"), model.norm_eps, "attn_norm")
-    heads = w.blocks("q_b")
+    heads, q_in = w.blocks("q_b"), x
+    if model.q_lora_rank and (heads or model.indexer):
+        q_in = ops.linear(g, x, w.own("q_a"), w.get("q_a_bias"), "q_a")
+        q_in = ops.rms_norm(g, q_in, w.own("q_a_norm"), model.latent_norm_eps, "q_a_norm")
     if heads:
-        q_in = x
-        if model.q_lora_rank:
-            q_in = ops.linear(g, x, w.own("q_a"), w.get("q_a_bias"), "q_a")
-            q_in = ops.rms_norm(g, q_in, w.own("q_a_norm"), model.latent_norm_eps, "q_a_norm")
         parts = [ops.expand(g, q_in, block, f"q_b.{block.name.split('.')[0]}") for block in heads]
         q = g.concat(parts, 1)
         g.output("q_nope", g.slice(q, 2, 0, model.qk_nope_head_dim))
@@ -81,6 +83,31 @@ def attention_in(g: Graph, model: ModelConfig, w: Weights) -> None:
     kv = ops.rms_norm(g, g.slice(row, 1, 0, latent), w.own("kv_a_norm"), model.latent_norm_eps, "kv_a_norm")
     key = ops.apply_rope(g, g.slice(row, 1, latent, latent + rope), cos, sin, model.rope.interleaved, "k_rope")
     g.output("rows", g.concat([kv, key], 1))
+    if model.indexer:
+        _index(g, model, w, x, q_in, cos, sin)
+
+
+def _index(g: Graph, model: ModelConfig, w: Weights, x: Any, q_in: Any, cos: Any, sin: Any) -> None:
+    """index_q [T_r, Hi, di], index_key [T_r, di], index_weight float32 [T_r, Hi].
+
+    A row's score for a query is the sum over heads of weight * ReLU(q . key), DeepSeek-V3.2-Exp's report, equation 1;
+    both of its scales, Hi^-1/2 and di^-1/2, are in the weight.
+    """
+    assert model.indexer is not None
+    heads, size, rope = model.indexer.num_heads, model.indexer.head_dim, model.qk_rope_head_dim
+    interleaved = FAMILIES[model.model_type].indexer_interleaved
+    with g.scope("index", operation="indexer"):
+        q = ops.expand(g, q_in, w.own("index_q"), "index_q")
+        key = ops.linear(g, x, w.own("index_k"), None, "index_k")
+        norm, bias = w.own("index_k_norm"), w.own("index_k_norm_bias")
+        key = ops.layer_norm(g, key, norm, bias, INDEX_NORM_EPS, "index_k_norm")
+        for name, tensor, axis in (("index_q", q, 2), ("index_key", key, 1)):
+            turned = ops.apply_rope(g, g.slice(tensor, axis, 0, rope), cos, sin, interleaved, f"{name}_rope")
+            rest = [g.slice(tensor, axis, rope, size)] if size > rope else []
+            g.output(name, g.concat([turned, *rest], axis))
+        weight = g.cast(ops.linear(g, x, w.own("index_weights"), None, "index_weights"), "float32")
+        with g.scope("scale", role="of heads and of their size"):
+            g.output("index_weight", g.binary("PROD", weight, g.constant([[(heads * size) ** -0.5]], "float32")))
 
 
 def absorb(g: Graph, model: ModelConfig, w: Weights) -> None:

@@ -107,7 +107,7 @@ class EvaluatorExecutor:
 
 @contextmanager
 def evaluator(networks: Networks, *, attention: bool = True) -> Iterator[Networks]:
-    """Runners made inside have NetworkEngines over `networks`.
+    """Runners made inside have NetworkEngines over `networks`, which are of their model and dtype.
 
     attention: the plugin mla_attention is networks too, else it is its reference.
     """
