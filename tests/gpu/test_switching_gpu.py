@@ -1,0 +1,87 @@
+"""Switching between ranks that have a GPU each: what a CPU says, the least bytes, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from splash_trt.llm import LLM
+from splash_trt.request import Request, SamplingParams
+from tests.mpi import gpu_switching_cases as cases
+from tests.mpi.world import ROOT, Ranks
+from tests.switching.harness import make_requests, never_switched, write_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+DEMO = ROOT / "models" / "splash-tiny"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def check(found: list[dict[str, Any]], expected: dict[str, list[int]]) -> None:
+    assert found[0]["told"] == expected
+    assert len(found[0]["pairs"]) >= 4, found[0]["pairs"]
+    check_sent(found)
+
+
+def check_sent(found: list[dict[str, Any]]) -> None:
+    """What the ranks' movers sent is what the switches recorded."""
+    for kind, recorded in found[0]["recorded"].items():
+        assert sum(mine["sent"][kind] for mine in found) == recorded, kind
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [("float32", 1), ("float32", 2), ("float64", 3)])
+def test_a_random_model_says_under_random_switches_what_a_cpu_says(
+    ranks: Ranks, folder: Path, dtype: str, seed: int
+) -> None:
+    requests = make_requests(40)
+    config = {"dtype": dtype, "migration_bytes": 30000, "migration_max_slowdown": 1000.0}
+    built = [msgspec.to_builtins(request) for request in requests]
+    found = ranks.run(cases.random_switches, str(folder), built, config, seed, timeout_s=240)
+    check(found, {name: told.tokens for name, told in never_switched(folder, requests).items()})
+
+
+def test_the_demo_model_says_under_random_switches_what_a_cpu_says(ranks: Ranks) -> None:
+    prompts = [[(11 * i + 5 * k) % 250 for k in range(1 + 9 * i)] for i in range(16)]
+    wishes = [SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(16)]
+    with LLM(DEMO, ranks=1, layout="tp", run_on="cpu", dtype="float32") as llm:
+        expected = [list(completion.tokens) for completion in llm.generate(prompts, wishes)]
+    requests = [Request(id=f"{i:02d}", prompt=tuple(prompts[i]), sampling=wishes[i]) for i in range(16)]
+    config = {"dtype": "float32", "migration_bytes": 1 << 20}
+    built = [msgspec.to_builtins(request) for request in requests]
+    found = ranks.run(cases.random_switches, str(DEMO), built, config, 5, timeout_s=240)
+    check(found, {f"{i:02d}": tokens for i, tokens in enumerate(expected)})
+
+
+@pytest.mark.parametrize("budget", [12000, 1 << 30])
+def test_bytes_are_minimal_on_a_tour_of_all_pairs(ranks: Ranks, folder: Path, budget: int) -> None:
+    found = ranks.run(cases.tour_of_least_bytes, str(folder), {"migration_bytes": budget}, timeout_s=240)
+    assert len(found[0]["bytes"]) == 12
+    for heads, rows, sent_heads, sent_rows in found[0]["bytes"]:
+        assert (sent_heads, sent_rows) == (heads, rows)
+    check_sent(found)
+
+
+def test_a_hundred_switches_leave_nothing_behind(ranks: Ranks, folder: Path) -> None:
+    for mine in (found := ranks.run(cases.switch_often, str(folder), 100, timeout_s=400)):
+        before, after = mine["used"]
+        assert after["gpu"] <= before["gpu"] + (4 << 20)
+        assert after["torch"] <= before["torch"]
+        assert after["rss"] <= before["rss"] + (32 << 20)
+    assert found[0]["outcomes"] == ["committed"]

@@ -1,0 +1,202 @@
+"""What ranks of a long-lived MPI world do for tests/gpu/test_switching_gpu.py: serve a model on GPUs, rank 0 drives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.world import World
+from splash_trt.models.families import load_config
+from splash_trt.orchestrator import Orchestrator
+from splash_trt.plan import Plan, StepResult
+from splash_trt.request import Request, SamplingParams
+from splash_trt.weights.checkpoint import Checkpoint
+from splash_trt.weights.dummy import DummyWeights
+from splash_trt.worker import start_worker
+from tests.switching.accounting import Rows, row_bytes, weight_bytes
+from tests.switching.harness import MODEL, SEED, SETTINGS, TOUR, memory_for
+from tests.switching.test_bytes import difference, minimum
+
+MAX_STEPS = 2000  # of one switch
+KINDS = ("weights", "pages", "new_rows")
+
+Found = dict[str, Any]
+Drive = Callable[["Served"], Found]
+
+
+class Served:
+    """Rank 0's view of a model that all ranks serve. `plans` are all that were made."""
+
+    def __init__(self, orchestrator: Orchestrator, config: EngineConfig) -> None:
+        self.orchestrator = orchestrator
+        self.scheduler = orchestrator.scheduler
+        self.config = config
+        self.plans: list[Plan] = []
+
+    def add(self, count: int, prompt: int, output: int) -> list[str]:
+        """Requests of that many tokens."""
+        names = [f"n{len(self.plans):06d}.{i:03d}" for i in range(count)]
+        for i, name in enumerate(names):
+            sampling = SamplingParams(max_tokens=output, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+            ids = tuple((7 * i + 3 * k) % MODEL["vocab_size"] for k in range(prompt + i))
+            self.orchestrator.add(Request(id=name, prompt=ids, sampling=sampling))
+        return names
+
+    def end(self, names: list[str]) -> None:
+        for name in names:
+            self.orchestrator.cancel(name)
+        while not self.orchestrator.idle:
+            self.orchestrator.step()
+
+    def switch(self, target: Layout) -> None:
+        self.scheduler.switch(target, "test")
+        self.orchestrator.step()
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.switcher.busy:
+                return
+            self.orchestrator.step()
+        raise AssertionError(f"still {self.scheduler.switcher.state.value} after {MAX_STEPS} steps")
+
+    def recorded(self) -> dict[str, int]:
+        """Bytes by kind, of all switches so far."""
+        records = self.scheduler.switcher.records
+        return {kind: sum(record.bytes_between_ranks[kind] for record in records) for kind in KINDS}
+
+
+def random_switches(world: World, folder: str, requests: list[dict[str, Any]], config: Found, seed: int) -> Found:
+    """The requests come and end while the layout is changed at random, also in the midst of a switch."""
+
+    def drive(served: Served) -> Found:
+        orchestrator, scheduler, dice = served.orchestrator, served.scheduler, random.Random(seed)
+        waiting = [msgspec.convert(request, Request) for request in requests]
+        told: dict[str, list[int]] = {request.id: [] for request in waiting}
+        while waiting or not orchestrator.idle:
+            if waiting and scheduler.num_running + scheduler.num_waiting < 8:
+                orchestrator.add(waiting.pop(0))
+            if waiting and dice.random() < (0.02 if scheduler.switcher.busy else 0.4):
+                scheduler.switch(dice.choice(list(Layout)), "test")
+            for delta in orchestrator.step():
+                told[delta.request_id] += delta.tokens
+            scheduler.directory.check()
+        pairs = [[r.source, r.target] for r in scheduler.switcher.records if r.outcome == "committed"]
+        return {"told": told, "pairs": pairs, "recorded": served.recorded()}
+
+    return serve(world, Path(folder), config, 60, drive)
+
+
+def tour_of_least_bytes(world: World, folder: str, config: Found) -> Found:
+    """Rank 0: (bytes of heads, of rows) that each of the 12 switches had to send and did send."""
+
+    def drive(served: Served) -> Found:
+        names, rows, seen = served.add(5, 20, 900), Rows(served.config), 0
+        view: Any = SimpleNamespace(scheduler=served.scheduler, plans=served.plans)
+        found = []
+        for number, (source, target) in enumerate(itertools.pairwise(TOUR)):
+            for _ in range(3):
+                served.orchestrator.step()
+            if number % 4 == 2:
+                names += served.add(1, 40, 900)
+            for plan in served.plans[seen:]:
+                rows.take(plan)
+            seen, before = len(served.plans), served.recorded()
+            served.switch(target)
+            least = minimum(view, rows, seen) * row_bytes(MODEL) // 2  # accounting.py has float64's sizes
+            heads = weight_bytes(source, target, MODEL, world.size) // 2
+            sent = difference(served.recorded(), before)
+            found.append([heads, least, sent["weights"], sent["pages"] + sent["new_rows"]])
+            seen = len(served.plans)
+        served.end(names)
+        return {"bytes": found, "recorded": served.recorded()}
+
+    return serve(world, Path(folder), {**config, "dtype": "float32"}, 420, drive)
+
+
+def switch_often(world: World, folder: str, switches: int) -> Found:
+    """As many switches under load. On every rank: what is in use after a third of them, and at the end."""
+    used: dict[int, dict[str, int]] = {}
+
+    def drive(served: Served) -> Found:
+        names: list[str] = []
+        for target in itertools.islice(itertools.cycle(TOUR[1:]), switches):
+            if served.scheduler.num_running < 4:
+                names += served.add(4, 30, 60)
+            served.switch(target)
+        served.end(names)
+        return {"outcomes": sorted({record.outcome for record in served.scheduler.switcher.records})}
+
+    def look(plan: Plan) -> None:
+        if plan.epoch in (switches // 3, switches) and plan.epoch not in used:
+            used[plan.epoch] = in_use()
+
+    found = serve(world, Path(folder), {"dtype": "float32"}, 200, drive, look)
+    return found | {"used": [used[epoch] for epoch in sorted(used)]}
+
+
+def serve(
+    world: World, folder: Path, config: Found, pages: int, drive: Drive, look: Callable[[Plan], None] | None = None
+) -> Found:
+    """drive(Served) on rank 0 while the others follow. Its result there, with `sent` by kind on all ranks.
+
+    look: called on every rank with each plan, before it is launched.
+    """
+    # These make a rank of the process that imports them.
+    from mpi4py import MPI
+
+    from splash_trt.dist.collectives_nccl import NcclCollectives
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda", world.rank)
+    collectives = NcclCollectives(MPI.COMM_WORLD, world.watch, device, deadline_s=60.0)
+    gpus = dataclasses.replace(world, collectives=collectives, device=device)
+    model = load_config(folder)
+    sizes = {"num_ranks": world.size, "layout": TOUR[0], **SETTINGS, "run_on": "gpu", **config}
+    engine = EngineConfig(memory_bytes=memory_for(folder, pages, **sizes), **sizes)
+    source = Checkpoint(folder, model) if (folder / "model.safetensors").exists() else DummyWeights(model, SEED)
+    worker = start_worker(gpus, model, engine, source)
+    launch = worker.runner.launch
+
+    def looked(plan: Plan) -> Callable[[], StepResult]:
+        if look is not None:
+            look(plan)
+        return launch(plan)
+
+    worker.runner.launch = looked  # type: ignore[method-assign]
+    found: Found = {}
+    if world.rank:
+        worker.follow()
+    else:
+        served = Served(Orchestrator.of(model, engine, worker), engine)
+        schedule = served.scheduler.schedule
+
+        def recorded(now: float = 0.0) -> Plan | None:
+            plan = schedule(now)
+            if plan is not None:
+                served.plans.append(plan)
+            return plan
+
+        with patch.object(served.scheduler, "schedule", recorded):
+            found = drive(served)
+        served.scheduler.check_idle()
+        world.control.send_object(None)
+    found["sent"] = dict(worker.runner._mover.bytes_sent)
+    worker.runner.close()
+    torch.cuda.synchronize()
+    MPI.COMM_WORLD.Barrier()
+    collectives.close()
+    return found
+
+
+def in_use() -> dict[str, int]:
+    free, total = torch.cuda.mem_get_info()
+    return {"gpu": total - free, "torch": torch.cuda.memory_reserved(), "rss": psutil.Process().memory_info().rss}
