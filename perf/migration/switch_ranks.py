@@ -6,6 +6,7 @@ with Settings, and the file to which rank 0 writes its Findings.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import time
@@ -23,9 +24,10 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.world import World
 from splash_trt.launch import run_under_mpi
 from splash_trt.layout.switch import Record
-from splash_trt.memory.map import memory_map
+from splash_trt.memory.map import memory_map, model_sizes
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
+from splash_trt.plan import Plan, StepResult
 from splash_trt.request import Request, SamplingParams
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.worker import start_worker
@@ -59,15 +61,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Tours; the first one is thrown away."""
     around: int
     """Steps without a switch before each one, that it is held against."""
+    check: bool
+    """Whether a tiny model's tokens are compared with and without switches."""
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     """One for each budget, context, pair and round."""
+    slowdowns: list[float]
+    """Of each step with copies, in all switches: its time over the median of the steps before the switch, less 1."""
     switched: dict[str, list[int]]
     """By request, tokens of the check's run with a tour of switches …"""
     plain: dict[str, list[int]]
     """… and of the one without."""
+
+
+class Steps:
+    """An Observer. `done`: the plans and results that have come in."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Plan, StepResult]] = []
+
+    def planned(self, plan: Plan | None, *_: object) -> None:
+        """Nothing to keep."""
+
+    def completed(self, plan: Plan, result: StepResult, *_: object) -> None:
+        if plan.num_tokens:
+            self.done.append((plan, result))
+
+    def seconds(self, copies: bool) -> list[float]:
+        """Of the steps with or without copies, by the ranks' own clock: on GPUs the device's."""
+        return [result.seconds for plan, result in self.done if plan.copies is copies]
 
 
 class Served:
@@ -82,6 +106,7 @@ class Served:
         pages = -(-cache_tokens // sized.page_tokens) + 3 * sized.max_running
         need = max(m.pages_offset + m.others_bytes + pages * m.page_bytes for m in maps) + 255
         engine = EngineConfig(memory_bytes=need, **shape, **config)
+        self.sizes = model_sizes(self.model, engine)
         self._world = world
         worker = start_worker(world, self.model, engine, DummyWeights(self.model, SEED))
         self._runner = worker.runner
@@ -90,6 +115,7 @@ class Served:
             self._runner.close()
         else:
             self.orchestrator = Orchestrator.of(self.model, engine, worker)
+            self.steps = self.orchestrator.observer = Steps()
 
     def release(self) -> None:
         """Rank 0, when all is done: the others go on."""
@@ -101,8 +127,9 @@ class Served:
 def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
-    runs = [_check(world, switching, settings) for switching in (True, False)]
+    runs = [_check(world, switching, settings) for switching in (True, False)] if settings.check else [{}, {}]
     rows: list[Row] = []
+    slowdowns: list[float] = []
     for budget, context in itertools.product(settings.budgets, settings.contexts):
         served = Served(
             world,
@@ -118,9 +145,9 @@ def measure(world: World, settings: Settings) -> Findings:
             switch_deadline_s=600.0,
         )
         if world.rank == 0:
-            rows += _tours(served, settings, context, budget)
+            rows += _tours(served, settings, context, budget, slowdowns)
             served.release()
-    return Findings(rows=rows, switched=runs[0], plain=runs[1])
+    return Findings(rows=rows, slowdowns=slowdowns, switched=runs[0], plain=runs[1])
 
 
 def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[int]]:
@@ -151,7 +178,8 @@ def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[
     return told
 
 
-def _tours(served: Served, settings: Settings, context: int, budget: int) -> list[Row]:
+def _tours(served: Served, settings: Settings, context: int, budget: int, slowdowns: list[float]) -> list[Row]:
+    """Adds to slowdowns as Findings has them."""
     orchestrator, random = served.orchestrator, np.random.default_rng(SEED)
     wish = SamplingParams(max_tokens=served.model.max_positions, ignore_eos=True)
     for i in range(settings.batch):
@@ -162,8 +190,9 @@ def _tours(served: Served, settings: Settings, context: int, budget: int) -> lis
     rows: list[Row] = []
     for tour in range(settings.rounds):
         for source, target in itertools.pairwise(TOUR):
-            found = _switch(orchestrator, target, settings.around)
+            found, slower = _switch(served, target, settings.around)
             if tour:
+                slowdowns += slower
                 cell = {"ranks": settings.ranks, "budget_kib": budget // 1024, "context": context}
                 rows.append({**cell, "pair": f"{source.name.lower()}-{target.name.lower()}", **found})
         _say(f"N={settings.ranks} budget {budget >> 10} KiB context {context}: tour {tour + 1} of {settings.rounds}")
@@ -174,17 +203,39 @@ def _tours(served: Served, settings: Settings, context: int, budget: int) -> lis
     return rows
 
 
-def _switch(orchestrator: Orchestrator, target: Layout, around: int) -> Row:
-    """One switch and the steps before it."""
+def _switch(served: Served, target: Layout, around: int) -> tuple[Row, list[float]]:
+    """One switch and the steps before it; and by how much each step with copies was slower than those before."""
+    orchestrator, steps = served.orchestrator, served.steps
     switcher = orchestrator.scheduler.switcher
-    plain = [_timed(orchestrator) for _ in range(WARMUP + around)][WARMUP:]
+    for _ in range(WARMUP):
+        orchestrator.step()
+    steps.done.clear()
+    plain = [_timed(orchestrator) for _ in range(around)]
+    base = median(steps.seconds(copies=False))
     orchestrator.scheduler.switch(target, "benchmark")
     during = [_timed(orchestrator)]
     while switcher.busy:
         during.append(_timed(orchestrator))
     record = switcher.records[-1]
     assert record.outcome == "committed" and record.target == target.name.lower(), record
-    return _row(record, plain, during, orchestrator.scheduler.directory.num_ranks)
+    slower = [seconds / base - 1 for seconds in steps.seconds(copies=True)]
+    row = _row(record, plain, during) | {"device_step_ms": 1e3 * base, "device_slowdown": _median(slower)}
+    return row | {"rate_gb_s": _rate(served, steps)}, slower
+
+
+def _rate(served: Served, steps: Steps) -> float | None:
+    """GB/s of the mean rank in the steps in which pages or weights move between ranks; None if none do."""
+    ranks, sent, seconds = len(served.sizes.heads), 0, 0.0
+    for plan, result in steps.done:
+        early = dataclasses.replace(plan, late_moves=plan.late_moves[:0])
+        out = int(early.copied_bytes(ranks, served.sizes.row_bytes, served.sizes.itemsize)[0].sum())
+        sent += out
+        seconds += result.seconds if out else 0.0
+    return sent / ranks / seconds / 1e9 if sent else None
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
 
 
 def _timed(orchestrator: Orchestrator) -> float:
@@ -193,17 +244,13 @@ def _timed(orchestrator: Orchestrator) -> float:
     return time.perf_counter() - begin
 
 
-def _row(record: Record, plain: list[float], during: list[float], ranks: int) -> Row:
-    """plain, during: seconds of steps before the switch, and of those of which it was a part. rate_gb_s: of the mean
-    rank while pages and weights move; None if nothing crosses."""
+def _row(record: Record, plain: list[float], during: list[float]) -> Row:
+    """plain, during: seconds of turns before the switch, and of those of which it was a part."""
     base = median(plain)
     row: Row = {f"{state}_ms": 1e3 * record.seconds_in.get(state, 0.0) for state in STATES}
     row |= {f"{state}_steps": record.steps_in.get(state, 0) for state in STATES}
     row |= {f"{kind}_bytes": record.bytes_between_ranks[kind] for kind in KINDS}
     row["inside_bytes"] = record.bytes_inside_ranks
-    migrating_s = record.seconds_in.get("migrating", 0.0)
-    moved = sum(record.bytes_between_ranks.values()) / ranks
-    row["rate_gb_s"] = moved / migrating_s / 1e9 if moved and migrating_s else None
     row["step_ms"] = 1e3 * base
     row["slowdown_median"] = median(during) / base - 1
     row["slowdown_p99"] = float(np.percentile(during, 99) / np.percentile(plain, 99) - 1)

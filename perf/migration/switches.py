@@ -50,6 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, nargs="+", default=[1 << 20], help="migration_bytes at the start")
     parser.add_argument("--max-slowdown", type=float, default=1000.0, help="at which budgets shrink; by default never")
     parser.add_argument("--rounds", type=int, default=4, help="tours of all pairs, the first of which is thrown away")
+    parser.add_argument("--quick", dest="check", action="store_false", help="print a summary; no check, no results")
     parser.add_argument("--around", type=int, default=8, help="steps before each switch")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
@@ -106,6 +107,8 @@ def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[ha
         row["kib"] = round(float(row["kib"] or 0) / 1024, 1)
     figures = {
         "step ms": "step_ms",
+        "step on the device, ms": "device_step_ms",
+        "slowdown on the device": "device_slowdown",
         "slowdown, median": "slowdown_median",
         "slowdown, p99": "slowdown_p99",
         "stall of the commit, ms": "stall_ms",
@@ -115,12 +118,47 @@ def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[ha
     return {"states": (STATES_VIEW, states), "bytes": (BYTES_VIEW, moved), "cost": (COST_VIEW, cost)}
 
 
+def summary(ranks: int, found: Findings) -> str:
+    """All switches of one number of ranks in a few lines, each by its median, and its worst percent or least."""
+    lines = [f"{ranks} ranks, {len(found.rows)} switches, {len(found.slowdowns)} steps with copies"]
+    figures = {
+        "slowdown of a step with copies, %": [1e2 * x for x in found.slowdowns],
+        "stall of a commit, ms": _known(found.rows, "stall_ms"),
+        "migration, GB/s a rank": _known(found.rows, "rate_gb_s"),
+        "a switch, ms": [sum(float(row[f"{state}_ms"] or 0) for state in STATES) for row in found.rows],
+    }
+    for name, values in figures.items():
+        low, middle, high = np.percentile(values, (1, 50, 99)) if values else (np.nan,) * 3
+        lines.append(f"  {name:36} median {middle:8.3f}   p1 {low:8.3f}   p99 {high:8.3f}")
+    for pair in dict.fromkeys(str(row["pair"]) for row in found.rows):
+        mine = [row for row in found.rows if row["pair"] == pair]
+        cells = {
+            "step ms": _known(mine, "device_step_ms"),
+            "slower %": [1e2 * x for x in _known(mine, "device_slowdown")],
+            "stall ms": _known(mine, "stall_ms"),
+            "GB/s": _known(mine, "rate_gb_s"),
+            **{f"{kind} MB": [x / 1e6 for x in _known(mine, f"{kind}_bytes")] for kind in KINDS},
+            **{f"{state} steps": _known(mine, f"{state}_steps") for state in STATES},
+        }
+        told = "  ".join(f"{name} {np.median(values):.2f}" for name, values in cells.items() if values)
+        lines.append(f"  {pair:8} {told}")
+    return "\n".join(lines)
+
+
+def _known(rows: Sequence[harness.Row], name: str) -> list[float]:
+    return [float(row[name] or 0) for row in rows if row[name] is not None]
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     findings = [measure(settings_of(options, ranks)) for ranks in options.ranks]
+    for ranks, found in zip(options.ranks, findings, strict=True):
+        print(summary(ranks, found))
+    if not options.check:
+        return 0
     what = f"tokens in {options.check_dtype}, greedy and sampled, tiny model, on as many ranks"
     check = harness.checked(what, lambda: same_tokens(findings))
-    config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
+    config = {name: value for name, value in vars(options).items() if name not in ("remark", "results", "check")}
     folder = model_folder(options.model)
     config["model"] = folder.name
     config["model_config"] = msgspec.json.decode((folder / "config.json").read_bytes())
