@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from splash_engines.kernels import Kernels
+from splash_plugins.absorb.kernel import absorb
 from splash_plugins.cache_append.kernel import append_rows
 from splash_plugins.embed.kernel import embed
 from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention.decode_kernel import decode
 from splash_plugins.mla_attention.gather_kernel import gather_rows
-from splash_plugins.mla_attention.prefill_kernel import prefill
+from splash_plugins.mla_attention.prefill_best import prefill
 from splash_plugins.norm.kernel import add_norm
 from splash_plugins.rope_q.kernel import rope_q
 from splash_plugins.router.kernel import route
 from splash_plugins.silu_mul.kernel import silu_mul
+from splash_plugins.value_up.kernel import decode_values, value_up
 
 CUDA = Kernels(
     embed=embed,
     add_norm=add_norm,
     latent_rows=latent_rows,
     rope_q=rope_q,
+    absorb=absorb,
     append=append_rows,
     decode=decode,
+    decode_values=decode_values,
+    value_up=value_up,
     gather=gather_rows,
     prefill=prefill,
     route=route,

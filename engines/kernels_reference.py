@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from splash_engines.kernels import Kernels
+from splash_plugins.absorb.reference import absorb
 from splash_plugins.cache_append.reference import append_rows, gather_rows
 from splash_plugins.embed.reference import embed
 from splash_plugins.grouped_experts.reference import sum_of_experts
@@ -13,14 +14,18 @@ from splash_plugins.norm.reference import add_norm
 from splash_plugins.rope_q.reference import rope_q
 from splash_plugins.router.reference import route
 from splash_plugins.silu_mul.reference import silu_mul
+from splash_plugins.value_up.reference import decode_values, value_up
 
 REFERENCE = Kernels(
     embed=embed,
     add_norm=add_norm,
     latent_rows=latent_rows,
     rope_q=rope_q,
+    absorb=absorb,
     append=append_rows,
     decode=decode,
+    decode_values=decode_values,
+    value_up=value_up,
     gather=gather_rows,
     prefill=prefill,
     route=route,

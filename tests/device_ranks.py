@@ -26,8 +26,8 @@ MakeMover = Callable[[World, ModelConfig, EngineConfig, Arena], PeerMover]
 
 
 @contextmanager
-def device_ranks(buckets: Sequence[int] = (), make_mover: MakeMover | None = None) -> Iterator[None]:
-    """All workers that start in it. buckets: sizes that steps which only decode are padded to. make_mover: of ranks
+def device_ranks(decode_sizes: Sequence[int] = (), make_mover: MakeMover | None = None) -> Iterator[None]:
+    """All workers that start in it. decode_sizes: what those that only decode are padded to. make_mover: of ranks
     that write into each other's memory."""
 
     def make(
@@ -47,7 +47,7 @@ def device_ranks(buckets: Sequence[int] = (), make_mover: MakeMover | None = Non
             peers=CollectivePeers(world.collectives),
             tiles=tiles_of,
             clock=HostClock(),
-            buckets=buckets,
+            decode_sizes=decode_sizes,
             capture=False,
             mover=None if make_mover is None else make_mover(world, model, config, arena),
         )

@@ -66,7 +66,7 @@ def absorb(
         return
     if queries > MOST_QUERIES or nope > 256:
         torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
-        rope_q(q, cos, sin, interleaved, nope, out)
+        rope_q(q, cos, sin, interleaved, nope, out, in_place=False)
         return
     block_a = max(16, triton.next_power_of_2(queries))
     absorb_kernel[(triton.cdiv(latent, BLOCK_L) + 1, heads, triton.cdiv(queries, block_a))](

@@ -59,7 +59,7 @@ def rope_q_kernel(
     q, q_stride, q_head_stride, cos, cos_stride, sin, sin_stride, tokens,
     absorbed, absorbed_stride, absorbed_head_stride, num_absorbed,
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_R: tl.constexpr, IN_PLACE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // HEADS).to(tl.int64)
@@ -74,9 +74,10 @@ def rope_q_kernel(
     x_a, x_b = load_pairs(rows, live, R, INTERLEAVED, ROWS, BLOCK_R)
     a, b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), c, s)
     a, b = a.to(q.dtype.element_ty), b.to(q.dtype.element_ty)
-    # A small block lies in several threads at once: all have read before one writes.
-    tl.debug_barrier()
-    store_pairs(rows, a, b, live, R, INTERLEAVED, ROWS, BLOCK_R)
+    if IN_PLACE:
+        # A small block lies in several threads at once: all have read before one writes.
+        tl.debug_barrier()
+        store_pairs(rows, a, b, live, R, INTERLEAVED, ROWS, BLOCK_R)
     if absorbed is not None:
         to = (absorbed + token * absorbed_stride + LATENT + head * absorbed_head_stride)[:, None]
         store_pairs(to, a, b, token < num_absorbed, R, INTERLEAVED, ROWS, BLOCK_R)
@@ -89,6 +90,7 @@ def rope_q(
     interleaved: bool,
     nope: int,
     absorbed: torch.Tensor | None,
+    in_place: bool = True,
 ) -> None:
     """As plugins/rope_q/reference.py; last axes are contiguous, cos and sin float32, q and absorbed of one dtype."""
     tokens, heads, width = q.shape
@@ -101,6 +103,6 @@ def rope_q(
         absorbed, *(absorbed.stride()[:2] if absorbed is not None else (0, 0)),
         len(absorbed) if absorbed is not None else 0,
         HEADS=heads, NOPE=nope, LATENT=absorbed.shape[2] - rope if absorbed is not None else 0, R=rope,
-        INTERLEAVED=interleaved, ROWS=rows, BLOCK_R=triton.next_power_of_2(rope // 2),
+        INTERLEAVED=interleaved, ROWS=rows, BLOCK_R=triton.next_power_of_2(rope // 2), IN_PLACE=in_place,
         num_warps=4 if rows > 16 else 1, **overlap(q),
     )  # fmt: skip

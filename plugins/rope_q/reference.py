@@ -17,12 +17,14 @@ def rope_q(
     interleaved: bool,
     nope: int,
     absorbed: torch.Tensor | None,
+    in_place: bool = True,
 ) -> None:
-    """q [T, H, nope + R]: its last R in place; absorbed [A, H, W] gets those of the first A tokens as its last R.
+    """q [T, H, nope + R]: its last R in place, unless it is to be left alone; absorbed [A, H, W] gets those of the first A tokens as its last R.
 
     cos, sin [T, R / 2], float32 or wider.
     """
     rotated = ops.apply_rope(q[..., nope:], cos, sin, interleaved)
-    q[..., nope:] = rotated
+    if in_place:
+        q[..., nope:] = rotated
     if absorbed is not None:
         absorbed[..., absorbed.shape[2] - rotated.shape[2] :] = rotated[: len(absorbed)]

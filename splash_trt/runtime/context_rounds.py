@@ -12,7 +12,7 @@ import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind
-from splash_trt.plan import Plan
+from splash_trt.plan import NO_PAGE, Plan
 from splash_trt.runtime.block_tables import BlockTables
 
 
@@ -29,8 +29,8 @@ class Round:
     offset: np.ndarray
     """[C] int32: the row in it."""
     segments: np.ndarray
-    """[S, 5] int32: queries begin, end (among this rank's expanded tokens), keys begin, end (rows of this round),
-    position of the first key. Only of requests with queries here that see any of these keys."""
+    """[S, 5] int32: queries begin, end (among this rank's hidden states), keys begin, end (rows of this round), first
+    key's position. Only of requests with queries here that see any of these keys."""
 
 
 def _pieces(ends: list[tuple[int, int]], block: int) -> list[list[tuple[int, int, int]]]:
@@ -56,9 +56,16 @@ def shared_rounds(layout: Layout, num_ranks: int) -> bool:
 
 
 def expanded_rounds(
-    plan: Plan, config: EngineConfig, rank: int, tables: BlockTables, query_row: np.ndarray, query_position: np.ndarray
+    plan: Plan,
+    config: EngineConfig,
+    rank: int,
+    tables: BlockTables,
+    query_row: np.ndarray,
+    query_position: np.ndarray,
+    first_query: int,
 ) -> tuple[Round, ...]:
-    """Those of one rank. query_row, query_position [n]: row and position of its expanded tokens, rows ascending."""
+    """Those of one rank. query_row, query_position [n]: row and position of its expanded tokens, rows ascending;
+    first_query: the first one's hidden state."""
     rows = np.flatnonzero(~plan.absorbed)
     shared = shared_rounds(plan.layout, config.num_ranks)
     if plan.layout is Layout.DP:
@@ -73,9 +80,10 @@ def expanded_rounds(
     for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block_tokens):
         segments, begin = [], 0
         for row, first, end in pieces:
-            first_query, last_query = int(query[0, row]), int(query[1, row])
-            if first_query < last_query and query_position[last_query - 1] >= first:
-                segments.append((first_query, last_query, begin, begin + end - first, first))
+            query_begin, query_end = query[:, row].tolist()
+            if query_begin < query_end and query_position[query_end - 1] >= first:
+                queries = (first_query + query_begin, first_query + query_end)
+                segments.append((*queries, begin, begin + end - first, first))
             begin += end - first
         row_of = np.concatenate([np.full(end - first, row) for row, first, end in pieces])
         position = np.concatenate([np.arange(first, end) for _, first, end in pieces])
@@ -95,3 +103,20 @@ def expanded_rounds(
             )
         )
     return tuple(out)
+
+
+def padded_round(rounds: tuple[Round, ...], num_rows: int, num_segments: int) -> Round:
+    """The only round, or none, as one of num_rows rows and num_segments segments. Padding lies on no rank's page."""
+    assert len(rounds) <= 1, len(rounds)
+    out = Round(
+        num_rows=num_rows,
+        holder=np.full(num_rows, -1, np.int32),
+        page=np.full(num_rows, NO_PAGE, np.int32),
+        offset=np.zeros(num_rows, np.int32),
+        segments=np.zeros((num_segments, 5), np.int32),
+    )
+    for part in rounds:
+        for name in ("holder", "page", "offset", "segments"):
+            values = getattr(part, name)
+            getattr(out, name)[: len(values)] = values
+    return out

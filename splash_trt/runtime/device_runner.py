@@ -36,6 +36,7 @@ from splash_trt.runtime.peers import Peers
 from splash_trt.runtime.penalties import Share
 from splash_trt.runtime.program import Program
 from splash_trt.runtime.sampler import RowParams, Sampled, Sampler
+from splash_trt.runtime.shapes import Shapes
 from splash_trt.runtime.step_arrays import ArrayBuilder
 from splash_trt.runtime.upload import Tiles, Uploader
 from splash_trt.weights.shards import align
@@ -62,12 +63,12 @@ class DeviceRunner:
         peers: Peers,
         tiles: Tiles,
         clock: Clock,
-        buckets: Sequence[int],
+        decode_sizes: Sequence[int],
         capture: bool,
         mover: PeerMover | None = None,
     ) -> None:
-        """buckets, capture: see graphs.py. mover: of ranks that can write into each other's memory; others move rows
-        and weights by collectives."""
+        """decode_sizes: see shapes.py. capture: see graphs.py. mover: of ranks that can write into each other's memory;
+        others move rows and weights by collectives."""
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         self._watch = watch
         self._peers = peers
@@ -83,8 +84,9 @@ class DeviceRunner:
         self._state = _rank_state(model, config, arena, self.weights, self.storage, slots, pages)
         self._target_tables = torch.zeros_like(self._state.tables)
         first, end = partition(model.vocab_size, collectives.size)[rank]
-        builder = ArrayBuilder(config, rank, self._tables)
-        self._upload = Uploader(self._device, tiles, _fixed_bytes(config, max(buckets, default=0)))
+        shapes = Shapes(config, decode_sizes)
+        builder = ArrayBuilder(config, rank, self._tables, shapes)
+        self._upload = Uploader(self._device, tiles, _fixed_bytes(config, max(decode_sizes, default=0)))
         programs = {
             layout: Program(model, config, layout, kernels, peers, self._state, watch)
             for layout in config.allowed_layouts
@@ -92,10 +94,10 @@ class DeviceRunner:
         self._forward = Forward(
             programs,
             builder,
+            shapes,
             self._upload,
             FastSampler(peers, first, model.vocab_size, sample),
             self._state.last_sampled,
-            buckets,
             capture,
         )
         self._mover = mover or Mover(self.storage, self.weights, collectives)
@@ -259,5 +261,6 @@ def _rank_state(
 
 
 def _fixed_bytes(config: EngineConfig, largest: int) -> int:
-    """Of the arrays of a captured step of the largest size: some 25 numbers for each of its rows, on all ranks."""
-    return 256 * largest * config.num_ranks + (1 << 16)
+    """Of the arrays of the largest padded step: some 25 numbers for each row, and of context rows their places."""
+    rows = config.num_ranks * max(largest, config.max_batch_tokens)
+    return 256 * rows + 16 * config.context_block_tokens + (1 << 16)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from splash_trt.cache.storage import PageStorage
-from splash_trt.runtime.step_arrays import Shape
+from splash_trt.runtime.shapes import Shape
 from splash_trt.weights.store import WeightStore
 
 

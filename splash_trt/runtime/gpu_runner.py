@@ -25,10 +25,10 @@ from splash_trt.migration.pieces import Places
 from splash_trt.models.config import ModelConfig
 from splash_trt.runtime.device_clock import CudaClock
 from splash_trt.runtime.device_runner import DeviceRunner
-from splash_trt.runtime.graphs import buckets_up_to
 from splash_trt.runtime.mailbox import half_bytes
 from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.peers_cuda import connect, reachable
+from splash_trt.runtime.shapes import ladder
 from splash_trt.weights.source import WeightSource
 
 MAX_GRAPHED = 1024
@@ -66,7 +66,7 @@ def gpu_runner(
         peers=peers,
         tiles=tiles_of,
         clock=CudaClock(stamp, world.device),
-        buckets=buckets_up_to(min(config.max_running, MAX_GRAPHED)),
+        decode_sizes=ladder(min(config.max_running, MAX_GRAPHED), 4),
         capture=near and not exact,
         mover=mover,
     )

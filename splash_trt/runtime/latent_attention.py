@@ -6,6 +6,8 @@ rope part, W = L + R, Q query latent. Head-cut products run once per block of he
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from splash_engines import ops
@@ -49,16 +51,20 @@ class LatentAttention:
         with_row = exchanged and self._layout is Layout.CP  # the new row travels as one more head
         shape = (num_absorbed, self._num_heads + with_row, model.row_width)
         absorbed = self._peers.buffer(shape, self._dtype) if exchanged and self._meets(step) else x.new_empty(shape)
-        self._k.rope_q(q, cos, sin, model.rope.interleaved, model.qk_nope_head_dim, absorbed[:, : self._num_heads])
+        self._absorb(layer, q[:num_absorbed], cos, sin, absorbed)
         if with_row:
             absorbed[:, -1] = rows[:num_absorbed]
-        self._absorb(layer, q[:num_absorbed], absorbed)
         values = x.new_empty((len(x), self._num_heads, model.v_head_dim))
-        if self._meets(step):
-            latents = self._ABSORBED[self._layout if exchanged else Layout.TP](self, absorbed, pages, step)
-            self._v_up(layer, latents, values[:num_absorbed])
+        if not exchanged:
+            w_uv = [block[f"layers.{layer}.w_uv"] for block in self._blocks]
+            self._k.decode_values(absorbed, pages, *self._reads(step), w_uv, values[:num_absorbed])
+        elif self._meets(step):
+            latents = self._EXCHANGED[self._layout](self, absorbed, pages, step)
+            self._value_up(layer, latents, values[:num_absorbed])
         if step.rounds:
-            self._expanded(layer, q[num_absorbed:], pages, step, values[num_absorbed:])
+            # All rows: where absorbed ones are padded, expanded ones are among them, and overwrite their padding.
+            self._k.rope_q(q, cos, sin, model.rope.interleaved, model.qk_nope_head_dim, None)
+            self._expanded(layer, q, pages, step, values)
         return values
 
     def _meets(self, step: DeviceStep) -> bool:
@@ -114,56 +120,37 @@ class LatentAttention:
             if p + name in own:
                 part += own[p + name]
 
-    def _absorb(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """q [A, H, nope + R] against W_UK into out[..., :L]."""
-        nope, first = self._model.qk_nope_head_dim, 0
+    def _absorb(self, layer: int, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+        """q [A, H, nope + R], not rotated, into out [A, H or more, W]."""
+        first, interleaved = 0, self._model.rope.interleaved
         for block in self._blocks:
             w_uk = block[f"layers.{layer}.w_uk"]
             heads = slice(first, first + len(w_uk))
-            target = out[:, heads, : self._model.kv_lora_rank].transpose(0, 1)
-            torch.bmm(q[:, heads, :nope].transpose(0, 1), w_uk, out=target)
+            self._k.absorb(q[:, heads], cos[: len(q)], sin[: len(q)], interleaved, w_uk, out[:, heads])
             first += len(w_uk)
 
-    def _v_up(self, layer: int, latents: torch.Tensor, out: torch.Tensor) -> None:
+    def _value_up(self, layer: int, latents: torch.Tensor, out: torch.Tensor) -> None:
         """latents [A, H, L] through W_UV into out [A, H, v]."""
         first = 0
         for block in self._blocks:
             w_uv = block[f"layers.{layer}.w_uv"]
             heads = slice(first, first + len(w_uv))
-            torch.bmm(latents[:, heads].transpose(0, 1), w_uv.transpose(1, 2), out=out[:, heads].transpose(0, 1))
+            self._k.value_up(latents[:, heads], w_uv, out[:, heads])
             first += len(w_uv)
 
-    def _decode(
-        self, q: torch.Tensor, pages: torch.Tensor, step: DeviceStep, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
+    def _reads(self, step: DeviceStep) -> tuple[Any, ...]:
+        """What decoding is told of the contexts: from the block tables to the scale of scores."""
         a = step.arrays
         stride = self._peers.size if self._layout is Layout.CP else 1
-        self._k.decode(
-            q,
-            pages,
-            self._state.tables,
-            a["read_slot"],
-            a["read_first"],
-            a["read_length"],
-            stride,
-            self._model.kv_lora_rank,
-            self._model.softmax_scale,
-            out,
-            lse,
-        )
-
-    def _local(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        """TP and DP: the whole context is in this rank's pages. Returns [A, H, L]."""
-        out = absorbed.new_empty((*absorbed.shape[:2], self._model.kv_lora_rank))
-        self._decode(absorbed, pages, step, out, None)
-        return out
+        index = (self._state.tables, a["read_slot"], a["read_first"], a["read_length"], stride)
+        return *index, self._model.kv_lora_rank, self._model.softmax_scale
 
     def _at_owner(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
         """DOP: every rank has all tokens but only its heads; owners have the rows and attend with all heads."""
         a = step.arrays
         q = self._peers.to_owners(absorbed, a["owned"], self._heads)
         out = self._peers.buffer((*q.shape[:2], self._model.kv_lora_rank), self._dtype)
-        self._decode(q, pages, step, out, None)
+        self._k.decode(q, pages, *self._reads(step), out, None)
         return self._peers.to_heads(out, a["owner"], a["owner_place"], self._heads)
 
     def _by_stripes(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
@@ -175,14 +162,14 @@ class LatentAttention:
         out = self._peers.buffer((len(packed), heads, self._model.kv_lora_rank), self._dtype)
         wide = torch.promote_types(self._dtype, torch.float32)
         lse = self._peers.buffer((len(packed), heads), wide)
-        self._decode(packed[:, :heads], pages, step, out, lse)
+        self._k.decode(packed[:, :heads], pages, *self._reads(step), out, lse)
         return self._peers.merge_parts(out, lse, counts, offsets, step.shape.absorbed)
 
-    _ABSORBED = {Layout.TP: _local, Layout.DP: _local, Layout.DOP: _at_owner, Layout.CP: _by_stripes}
+    _EXCHANGED = {Layout.DOP: _at_owner, Layout.CP: _by_stripes}
 
     def _expanded(self, layer: int, q: torch.Tensor, pages: torch.Tensor, step: DeviceStep, out: torch.Tensor) -> None:
-        """q [E, H, nope + R] rotated, against up-projected context, into out [E, H, v]."""
-        model, position = self._model, step.arrays["position"][step.shape.absorbed :]
+        """q [T_r, H, nope + R] rotated, against up-projected context, into the expanded rows of out [T_r, H, v]."""
+        model, position = self._model, step.arrays["position"]
         merges = len(step.rounds) > 1
         wide = torch.promote_types(self._dtype, torch.float32)
         sums = torch.zeros_like(out, dtype=wide) if merges else out
@@ -221,7 +208,7 @@ class LatentAttention:
                 )
                 first += pair[0].shape[1]
         if merges:
-            out.copy_(sums)
+            out[step.shape.absorbed :] = sums[step.shape.absorbed :]
 
     def project_out(self, layer: int, values: torch.Tensor, out: torch.Tensor) -> None:
         """values [T_r, H, v] through the output projection into out [T_r, D]."""

@@ -17,32 +17,18 @@ from splash_trt.layout.partition import token_ranks
 from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
 from splash_trt.plan import LAST_SAMPLED, NO_PAGE, SAMPLE, Plan
 from splash_trt.runtime.block_tables import BlockTables
-from splash_trt.runtime.context_rounds import Round, expanded_rounds
+from splash_trt.runtime.context_rounds import Round, expanded_rounds, padded_round
+from splash_trt.runtime.shapes import Shape, Shapes
 
 NONE = -1
 """Padding in an array of indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a graph is captured for: sizes after padding."""
-
-    layout: Layout
-    rows: int
-    """T_r."""
-    stacked: int
-    """T."""
-    absorbed: int
-    """A."""
-    reads: int
-    """Absorbed queries that this rank attends to: its own (TP, DP), those it owns (DOP), those of all ranks (CP)."""
-    wanted: int
-    """W."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepArrays:
     shape: Shape
+    padded: bool
+    """To one of the deployment's shapes, which a graph may be captured for."""
     arrays: dict[str, np.ndarray]
     """By name, as `_FIELDS` says."""
     counts: tuple[int, ...]
@@ -56,14 +42,14 @@ class StepArrays:
 class ArrayBuilder:
     """Builds StepArrays for one rank."""
 
-    def __init__(self, config: EngineConfig, rank: int, tables: BlockTables) -> None:
+    def __init__(self, config: EngineConfig, rank: int, tables: BlockTables, shapes: Shapes) -> None:
         self._config = config
         self._rank = rank
         self._tables = tables
+        self._shapes = shapes
 
-    def build(self, plan: Plan, bucket: int | None = None) -> StepArrays:
-        """bucket: at least the largest of plan.counts; only for a plan whose rows are all absorbed."""
-        assert bucket is None or (bucket >= plan.counts.max() and plan.absorbed.all()), bucket
+    def build(self, plan: Plan) -> StepArrays:
+        """Padded, if the shapes have one for it."""
         num_ranks = self._config.num_ranks
         spread = SPECS[plan.layout].tokens is Tokens.SPREAD and num_ranks > 1
         row = plan.row_of_token
@@ -86,7 +72,9 @@ class ArrayBuilder:
         }
         arrays |= self._tokens(step) | self._appends(step) | self._wanted(step)
         reads = self._reads(step, absorbed, arrays)
-        if bucket is None:
+        shape = self._shapes.of(plan, ranks)
+        padded = shape is not None
+        if shape is None:
             shape = Shape(
                 layout=plan.layout,
                 rows=len(here),
@@ -95,34 +83,19 @@ class ArrayBuilder:
                 reads=reads,
                 wanted=len(plan.want_index),
             )
-        else:
-            shape = self.shape_of(plan.layout, bucket)
+        query = here[num_absorbed:]
+        rounds = expanded_rounds(
+            plan, self._config, self._rank, self._tables, row[query], step.position[query], num_absorbed
+        )
+        if shape.context:
+            rounds = (padded_round(rounds, shape.context, shape.segments),)
         return StepArrays(
             shape=shape,
+            padded=padded,
             arrays=_padded(arrays, shape, num_ranks, len(self._tables.sampling)),
             counts=tuple(counts.tolist()),
             absorbed_counts=tuple(per_rank.tolist()),
-            rounds=expanded_rounds(
-                plan,
-                self._config,
-                self._rank,
-                self._tables,
-                step.row[here[num_absorbed:]],
-                step.position[here[num_absorbed:]],
-            ),
-        )
-
-    def shape_of(self, layout: Layout, bucket: int) -> Shape:
-        """Of steps that only decode, with at most `bucket` hidden states a rank."""
-        num_ranks = self._config.num_ranks
-        stacked = bucket * (num_ranks if SPECS[layout].tokens is Tokens.SPREAD else 1)
-        return Shape(
-            layout=layout,
-            rows=bucket,
-            stacked=stacked,
-            absorbed=bucket,
-            reads=bucket * (num_ranks if layout is Layout.CP else 1),
-            wanted=stacked,
+            rounds=rounds,
         )
 
     def padding(self, shape: Shape) -> StepArrays:
@@ -131,10 +104,11 @@ class ArrayBuilder:
         empty = {name: np.zeros(0, np.int64) for name in _FIELDS}
         return StepArrays(
             shape=shape,
+            padded=True,
             arrays=_padded(empty, shape, num_ranks, len(self._tables.sampling)),
             counts=(0,) * num_ranks,
             absorbed_counts=(0,) * num_ranks,
-            rounds=(),
+            rounds=(padded_round((), shape.context, shape.segments),) if shape.context else (),
         )
 
     def _token_ranks(self, plan: Plan) -> np.ndarray:

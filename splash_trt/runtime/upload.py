@@ -11,6 +11,7 @@ from splash_trt.runtime.device_step import DeviceRound, DeviceStep
 from splash_trt.runtime.step_arrays import StepArrays
 
 _ALIGNMENT = 16
+_NO_TILE = -1
 _ROUND_FIELDS = ("holder", "page", "offset", "segments")
 Tiles = Callable[[np.ndarray], np.ndarray]
 """From a round's segments [S, 5] to the tiles of queries that the prefill kernel works through, [n, 2] int32."""
@@ -29,7 +30,9 @@ class Uploader:
         arrays = dict(step.arrays)
         for index, part in enumerate(step.rounds):
             arrays |= {f"{name}.{index}": getattr(part, name) for name in _ROUND_FIELDS}
-            arrays[f"tiles.{index}"] = self._tiles(part.segments)
+            tiles = self._tiles(part.segments)
+            missing = max(0, step.shape.tiles - len(tiles))
+            arrays[f"tiles.{index}"] = np.pad(tiles, ((0, missing), (0, 0)), constant_values=_NO_TILE)
         found = self._copy(arrays, fixed)
         rounds = tuple(
             DeviceRound(

@@ -67,7 +67,7 @@ def kernels(target: Target) -> list[Kernel]:
     return [
         _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, overlap, norm_warps(HIDDEN)),
         _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, overlap, norm_warps(1024)),
-        _kernel(rope_q_kernel, {**heads, "ROWS": 64, "BLOCK_R": 32}, overlap, 4),
+        _kernel(rope_q_kernel, {**heads, "ROWS": 64, "BLOCK_R": 32, "IN_PLACE": True}, overlap, 4),
         decode,
         _kernel(merge_kernel, {**tile, "BLOCK_S": 16, "BLOCK_L": 128}, overlap, 4),
         _kernel(absorb_kernel, absorb, overlap, 4),

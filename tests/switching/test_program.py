@@ -21,7 +21,7 @@ def test_drawn_schedules(
     folder: Path, requests: list[Request], expected: dict[str, Told], ranks: int, layout: Layout, spare: int,
     config: dict[str, Any], events: list[Event],
 ) -> None:  # fmt: skip
-    with device_ranks(buckets=(2, 4, 7, 16)):
+    with device_ranks((2, 4, 7, 16)):
         assert_same(serve(folder, requests, ranks, layout, spare, config, events).told, expected)
 
 
@@ -33,5 +33,5 @@ def test_many_drawn_schedules(
     folder: Path, requests: list[Request], expected: dict[str, Told], ranks: int, layout: Layout, spare: int,
     config: dict[str, Any], events: list[Event],
 ) -> None:  # fmt: skip
-    with device_ranks(buckets=(2, 4, 7, 16)):
+    with device_ranks((2, 4, 7, 16)):
         assert_same(serve(folder, requests, ranks, layout, spare, config, events).told, expected)

@@ -1,0 +1,20 @@
+"""Products of rows with weights, plain torch.
+
+T rows, K numbers each, N columns of the result; I inner columns of a gated activation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from splash_plugins.silu_mul.reference import silu_mul
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """x [T, K] times the transpose of w [N, K] into out [T, N]."""
+    torch.mm(x, w.t(), out=out)
+
+
+def gated(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(x gateᵀ) * (x upᵀ), [T, I], of x [T, K] and gate_up [2, I, K]; both products are rounded before."""
+    return silu_mul(torch.mm(x, gate_up.flatten(0, 1).t()))

@@ -1,0 +1,36 @@
+"""Products of few rows against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from splash_plugins.few_rows import reference
+from splash_plugins.few_rows.kernel import MOST_ROWS, gated, linear
+
+pytestmark = pytest.mark.kernels
+DTYPE = torch.float16
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 17, MOST_ROWS + 1])
+@pytest.mark.parametrize("depth, columns", [(24, 40), (512, 16), (600, 5)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear(device: str, rows: int, depth: int, columns: int, transposed: bool) -> None:
+    g = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, depth + 3, generator=g).to(device, DTYPE)[:, :depth]
+    shape = (depth, columns) if transposed else (columns, depth)
+    w = (torch.randn(shape, generator=g) / depth**0.5).to(device, DTYPE)
+    w = w.t() if transposed else w
+    got, want = (torch.full((rows, columns + 1), -77.0, device=device, dtype=DTYPE) for _ in range(2))
+    reference.linear(x, w, want[:, :columns])
+    linear(x, w, got[:, :columns])
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17, MOST_ROWS + 1])
+@pytest.mark.parametrize("depth, inner", [(24, 20), (600, 8)])
+def test_gated(device: str, rows: int, depth: int, inner: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, depth + 3, generator=g).to(device, DTYPE)[:, :depth]
+    gate_up = (torch.randn((2, inner, depth), generator=g) / depth**0.5).to(device, DTYPE)
+    torch.testing.assert_close(gated(x, gate_up), reference.gated(x, gate_up), rtol=4e-3, atol=2e-3)
