@@ -15,6 +15,8 @@ import torch
 
 from splash_plugins.absorb import reference as absorb_reference
 from splash_plugins.absorb.kernel import absorb
+from splash_plugins.few_rows import reference as few_reference
+from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.latent_rows import reference as latent_reference
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention import decode_reference
@@ -204,6 +206,20 @@ def check_heads(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
             out.fill_(torch.nan)
             decode_values(case.q, *index, [w_uv], out, num_splits=splits, fuse=fuse)
             checks.see(f"decode_values {fuse} {splits}", dtype, ((out, wanted),))
+
+
+def check_products(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Products of few rows: weights by rows and by columns."""
+    for dtype, rows in itertools.product(dtypes, (1, 16, 32, 33)):
+        for depth, columns in ((2048, 1344), (768, 2560), (2560, 2048)):
+            x, w = normal(rows, depth, dtype=dtype), normal(columns, depth, dtype=dtype, scale=depth**-0.5)
+            want = x.double() @ w.double().t()
+            for weights in (w, w.t().contiguous().t()):
+                out = torch.full((rows, columns), torch.nan, dtype=dtype, device="cuda")
+                linear(x, weights, out)
+                checks.see(f"linear {rows} {depth}", dtype, ((out, want),))
+        x, w = normal(rows, 2048, dtype=dtype), normal(2, 768, 2048, dtype=dtype, scale=2048**-0.5)
+        checks.see(f"gated {rows}", dtype, ((gated(x, w), few_reference.gated(x, w)),))
 
 
 def time_us(launches: Sequence[Callable[[], None]], replays: int = 20) -> float:

@@ -36,6 +36,7 @@ from perf.decode_cases import (
     attention_wanted,
     check_attention,
     check_heads,
+    check_products,
     check_rows,
     latent_inputs,
     norm_inputs,
@@ -45,10 +46,12 @@ from perf.decode_cases import (
 )
 from splash_plugins import overlap_kernel
 from splash_plugins.absorb.kernel import absorb
+from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode
 from splash_plugins.norm.kernel import add_norm
 from splash_plugins.rope_q.kernel import rope_q
+from splash_plugins.silu_mul.kernel import silu_mul
 from splash_plugins.value_up.kernel import decode_values, value_up
 
 BANDWIDTH = 4.3e12  # bytes/s that a copy reaches on an H200, read and written
@@ -57,6 +60,7 @@ SHAPES = ((1, 10, 600), (1, 10, 15000), (16, 10, 600), (16, 20, 600), (64, 10, 6
 # Rows a tile, warps, stages.
 TILES = ((16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))
 LAYERS = ((1, 600), (16, 600), (64, 600), (1, 15000), (16, 4000))
+FEW_ROWS = (1, 16, 32)
 CHILDREN = 15
 Job = tuple[Any, ...]  # a function and its arguments
 BUDGET_S = 78  # no new sweep begins after this many seconds
@@ -83,7 +87,7 @@ def run_tile(heads: int, config: DecodeConfig) -> None:
 
 def run_checks(dtype: torch.dtype, wanted: bool) -> None:
     with overlapping(wanted):
-        for check in (check_rows, check_heads, check_attention):
+        for check in (check_rows, check_heads, check_products, check_attention):
             check(Checks(), [dtype])
 
 
@@ -108,7 +112,8 @@ def try_all() -> dict[Job, str]:
     tiles = [(run_tile, heads, config) for heads in sorted({s[1] for s in SHAPES}) for config in configs(heads)]
     checks = [(run_checks, *what) for what in itertools.product(DTYPES, (False, True))]
     layers = [(run_layer, *layer, wanted) for layer, wanted in itertools.product(LAYERS, (False, True))]
-    jobs: list[Job] = [*layers, *checks, *tiles]
+    products = [(time_products, tokens, 1) for tokens in FEW_ROWS]
+    jobs: list[Job] = [*layers, *products, *checks, *tiles]
     with multiprocessing.get_context("spawn").Pool(CHILDREN, maxtasksperchild=1) as pool:
         return dict(zip(jobs, pool.map(tried, jobs, chunksize=1), strict=True))
 
@@ -192,10 +197,7 @@ class Layers:
         self.out = torch.empty_like(self.x)
 
     def per_layer(self, launch: Callable[[int], None]) -> float:
-        if self.num == 1:
-            launch(0)
-            return 0.0
-        return time_us([lambda n=n: launch(n) for n in range(self.num)])  # type: ignore[misc]
+        return time_few(launch, self.num)
 
     def begin(self, n: int) -> None:
         torch.mm(self.x, self.qkv[n].t(), out=self.rows["qkv"])
@@ -255,6 +257,34 @@ def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True),
             print(f"  {'overlapping' if wanted else 'one by one'}: {', '.join(parts)}", flush=True)
 
 
+def time_products(tokens: int, num: int = 40) -> None:
+    """By torch, then by as many columns a program."""
+    sizes = {"qkv": (QUERY + WIDTH, HIDDEN), "q_b": (2560, QUERY), "o": (HIDDEN, 2560), "down": (HIDDEN, 768)}
+    for name, (columns, depth) in sizes.items():
+        w = normal(num, columns, depth)
+        if name == "o":
+            w = w.transpose(1, 2).contiguous().transpose(1, 2)
+        x, out = normal(tokens, depth), normal(tokens, columns)
+        times = [time_few(lambda n: torch.mm(x, w[n].t(), out=out), num)]  # noqa: B023
+        for wanted, width in itertools.product((False, True), (8, 16, 32)):
+            with overlapping(wanted):
+                times.append(time_few(lambda n: linear(x, w[n], out, columns=width), num))  # noqa: B023
+        print(f"T {tokens} {name}: " + " ".join(f"{us:.1f}" for us in times))
+    x, w = normal(tokens, HIDDEN), normal(num, 2, 768, HIDDEN)
+    times = [time_few(lambda n: silu_mul(torch.mm(x, w[n].flatten(0, 1).t())), num)]
+    for wanted, width in itertools.product((False, True), (4, 8, 16)):
+        with overlapping(wanted):
+            times.append(time_few(lambda n: gated(x, w[n], columns=width), num))  # noqa: B023
+    print(f"T {tokens} gated: " + " ".join(f"{us:.1f}" for us in times), flush=True)
+
+
+def time_few(launch: Callable[[int], object], num: int) -> float:
+    if num == 1:
+        launch(0)
+        return 0.0
+    return time_us([lambda n=n: launch(n) for n in range(num)])  # type: ignore[misc]
+
+
 def main() -> int:
     start = time.perf_counter()
     found = try_all()
@@ -268,9 +298,12 @@ def main() -> int:
         with overlapping(wanted):
             check_rows(checks)
             check_heads(checks)
+            check_products(checks)
     check_attention(checks)
     print(f"checked after {time.perf_counter() - start:.0f} s: {checks.failed} wrong")
     time_rows()
+    for tokens in FEW_ROWS:
+        time_products(tokens)
     for queries, context in LAYERS:
         time_layer(queries, context)
         torch.cuda.empty_cache()
