@@ -69,7 +69,9 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     """One for each budget, context, pair and round."""
     slowdowns: list[float]
-    """Of each step with copies, in all switches: its time over the median of the steps before the switch, less 1."""
+    """Of each step with copies, in all switches: its time over what it would have been without, less 1 (see Watched)."""
+    variations: list[float]
+    """Of each step before a switch: its time over their median, less 1."""
     switched: dict[str, list[int]]
     """By request, tokens of the check's run with a tour of switches …"""
     plain: dict[str, list[int]]
@@ -89,9 +91,38 @@ class Steps:
         if plan.num_tokens:
             self.done.append((plan, result))
 
-    def seconds(self, copies: bool) -> list[float]:
-        """Of the steps with or without copies, by the ranks' own clock: on GPUs the device's."""
-        return [result.seconds for plan, result in self.done if plan.copies is copies]
+    def seconds(self, copies: bool) -> np.ndarray:
+        """[n, 2]: number and seconds of the steps with or without copies, by the ranks' clock: on GPUs the device's."""
+        found = [(plan.step, result.seconds) for plan, result in self.done if plan.copies is copies]
+        return np.array(found).reshape(-1, 2)
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps around a switch: what they took before it, and those in it that copied something.
+
+    Contexts grow, so that steps take longer: some 0.01 % each, which adds up to what is measured here. So a step with
+    copies is held against the steps before the switch, longer by what its layout's steps grow by from one switch out of
+    it to the others.
+    """
+
+    layout: str
+    at: float
+    """The mean number of the steps before."""
+    step_s: float
+    """Their median."""
+    variations: list[float]
+    """What each took over the median, less 1."""
+    copying: list[tuple[float, float]]
+    """Number and seconds."""
+
+    def slowdowns(self, growth_s: float) -> list[float]:
+        return [seconds / (self.step_s + growth_s * (step - self.at)) - 1 for step, seconds in self.copying]
+
+
+def growth_s(layout: str, watched: list[Watched]) -> float:
+    """By how much a layout's steps become longer from one to the next."""
+    mine = [w for w in watched if w.layout == layout]
+    return float(np.polyfit([w.at for w in mine], [w.step_s for w in mine], 1)[0]) if len(mine) > 1 else 0.0
 
 
 class Served:
@@ -130,6 +161,7 @@ def measure(world: World, settings: Settings) -> Findings:
     runs = [_check(world, switching, settings) for switching in (True, False)] if settings.check else [{}, {}]
     rows: list[Row] = []
     slowdowns: list[float] = []
+    variations: list[float] = []
     for budget, context in itertools.product(settings.budgets, settings.contexts):
         served = Served(
             world,
@@ -145,9 +177,15 @@ def measure(world: World, settings: Settings) -> Findings:
             switch_deadline_s=600.0,
         )
         if world.rank == 0:
-            rows += _tours(served, settings, context, budget, slowdowns)
+            found, watched = _tours(served, settings, context, budget)
+            rows += found
+            for row, seen in zip(found, watched, strict=True):
+                slower = seen.slowdowns(growth_s(seen.layout, watched))
+                row["device_slowdown"] = median(slower) if slower else None
+                slowdowns += slower
+                variations += seen.variations
             served.release()
-    return Findings(rows=rows, slowdowns=slowdowns, switched=runs[0], plain=runs[1])
+    return Findings(rows=rows, slowdowns=slowdowns, variations=variations, switched=runs[0], plain=runs[1])
 
 
 def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[int]]:
@@ -178,8 +216,8 @@ def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[
     return told
 
 
-def _tours(served: Served, settings: Settings, context: int, budget: int, slowdowns: list[float]) -> list[Row]:
-    """Adds to slowdowns as Findings has them."""
+def _tours(served: Served, settings: Settings, context: int, budget: int) -> tuple[list[Row], list[Watched]]:
+    """One of each for every switch that counts."""
     orchestrator, random = served.orchestrator, np.random.default_rng(SEED)
     wish = SamplingParams(max_tokens=served.model.max_positions, ignore_eos=True)
     for i in range(settings.batch):
@@ -188,39 +226,42 @@ def _tours(served: Served, settings: Settings, context: int, budget: int, slowdo
     while orchestrator.scheduler.num_waiting:
         orchestrator.step()
     rows: list[Row] = []
+    watched: list[Watched] = []
     for tour in range(settings.rounds):
         for source, target in itertools.pairwise(TOUR):
-            found, slower = _switch(served, target, settings.around)
+            found, seen = _switch(served, source, target, settings.around)
             if tour:
-                slowdowns += slower
                 cell = {"ranks": settings.ranks, "budget_kib": budget // 1024, "context": context}
                 rows.append({**cell, "pair": f"{source.name.lower()}-{target.name.lower()}", **found})
+                watched.append(seen)
         _say(f"N={settings.ranks} budget {budget >> 10} KiB context {context}: tour {tour + 1} of {settings.rounds}")
     for i in range(settings.batch):
         orchestrator.cancel(f"{i:04d}")
     while not orchestrator.idle:
         orchestrator.step()
-    return rows
+    return rows, watched
 
 
-def _switch(served: Served, target: Layout, around: int) -> tuple[Row, list[float]]:
-    """One switch and the steps before it; and by how much each step with copies was slower than those before."""
+def _switch(served: Served, source: Layout, target: Layout, around: int) -> tuple[Row, Watched]:
+    """One switch and the steps before it."""
     orchestrator, steps = served.orchestrator, served.steps
     switcher = orchestrator.scheduler.switcher
     for _ in range(WARMUP):
         orchestrator.step()
     steps.done.clear()
     plain = [_timed(orchestrator) for _ in range(around)]
-    base = median(steps.seconds(copies=False))
+    at, seconds = steps.seconds(copies=False).T
     orchestrator.scheduler.switch(target, "benchmark")
     during = [_timed(orchestrator)]
     while switcher.busy:
         during.append(_timed(orchestrator))
     record = switcher.records[-1]
     assert record.outcome == "committed" and record.target == target.name.lower(), record
-    slower = [seconds / base - 1 for seconds in steps.seconds(copies=True)]
-    row = _row(record, plain, during) | {"device_step_ms": 1e3 * base, "device_slowdown": _median(slower)}
-    return row | {"rate_gb_s": _rate(served, steps)}, slower
+    copying = [(step, taken) for step, taken in steps.seconds(copies=True).tolist()]
+    base = float(np.median(seconds))
+    varied = (seconds / base - 1).tolist()
+    seen = Watched(layout=source.name, at=float(at.mean()), step_s=base, variations=varied, copying=copying)
+    return _row(record, plain, during) | {"device_step_ms": 1e3 * base, "rate_gb_s": _rate(served, steps)}, seen
 
 
 def _rate(served: Served, steps: Steps) -> float | None:
@@ -232,10 +273,6 @@ def _rate(served: Served, steps: Steps) -> float | None:
         sent += out
         seconds += result.seconds if out else 0.0
     return sent / ranks / seconds / 1e9 if sent else None
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
 
 
 def _timed(orchestrator: Orchestrator) -> float:

@@ -123,6 +123,7 @@ def summary(ranks: int, found: Findings) -> str:
     lines = [f"{ranks} ranks, {len(found.rows)} switches, {len(found.slowdowns)} steps with copies"]
     figures = {
         "slowdown of a step with copies, %": [1e2 * x for x in found.slowdowns],
+        "variation of a step without, %": [1e2 * x for x in found.variations],
         "stall of a commit, ms": _known(found.rows, "stall_ms"),
         "migration, GB/s a rank": _known(found.rows, "rate_gb_s"),
         "a switch, ms": [sum(float(row[f"{state}_ms"] or 0) for state in STATES) for row in found.rows],

@@ -81,7 +81,7 @@ def test_bytes_are_minimal_on_a_tour_of_all_pairs(ranks: Ranks, folder: Path, bu
 def test_a_hundred_switches_leave_nothing_behind(ranks: Ranks, folder: Path) -> None:
     for mine in (found := ranks.run(cases.switch_often, str(folder), 100, timeout_s=400)):
         before, after = mine["used"]
-        assert after["gpu"] <= before["gpu"] + (4 << 20)
-        assert after["torch"] <= before["torch"]
+        assert after["gpu"] <= before["gpu"] + (8 << 20)
+        assert after["torch"] <= before["torch"] + (4 << 20)
         assert after["rss"] <= before["rss"] + (32 << 20)
     assert found[0]["outcomes"] == ["committed"]
