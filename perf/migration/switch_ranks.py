@@ -69,7 +69,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     """One for each budget, context, pair and round."""
     slowdowns: list[float]
-    """Of each step with copies, in all switches: its time over what it would have been without, less 1 (see Watched)."""
+    """Of each step with copies, in all switches: its time over what it would take without, less 1 (see Watched)."""
     variations: list[float]
     """Of each step before a switch: its time over their median, less 1."""
     switched: dict[str, list[int]]
