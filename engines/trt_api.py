@@ -201,7 +201,7 @@ def load_api(gpu: str | None, targets: Sequence[str] = ()) -> Api:
 def _import(name: str) -> ModuleType | None:
     try:
         return import_module(name)
-    except ImportError:
+    except (ImportError, OSError):  # the latter where its libraries do not load
         return None
 
 

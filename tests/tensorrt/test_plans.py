@@ -124,6 +124,17 @@ def test_again_from_the_cache(built: tuple[Path, Path, str], tmp_path: Path) -> 
     assert command("--out", str(tmp_path / "again"), "--plans-only", "--overwrite", *arguments).exit_code == 0
 
 
+def test_other_kinds_of_networks(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Float32, and sums over ranks inside: DistCollective layers where tokens are everywhere."""
+    only(monkeypatch, attention_out=segments.attention_out)
+    settings = small(dtype="float32", collectives_in=True, layouts=(Layout.TP, Layout.DP), ranks=(1, 2))
+    plans = build_plans(api(), model, settings, PlanCache(tmp_path)).plans
+    keys = {(use.num_ranks, use.layout): use.plans["attention_out"] for use in plans.uses if not use.rank}
+    outputs = {use: plans.plans[key].outputs for use, key in keys.items()}
+    assert outputs[2, Layout.TP] == (("sum", (-1, 256), "FLOAT"),)
+    assert {outputs[key][0][0] for key in outputs if key != (2, Layout.TP)} == {"out"}
+
+
 def test_what_a_key_depends_on(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Everything that changes a plan changes its key, and nothing else does."""
     only(monkeypatch, v_up=segments.v_up)

@@ -24,7 +24,7 @@ from tests.tensorrt.served import Told, first_differences, requests, serve, wors
 DEMO = Path(__file__).parents[2] / "models" / "splash-tiny"
 TEXT = b"To be, or not to be, that is the question"
 TP, DP, CP, DOP = Layout.TP, Layout.DP, Layout.CP, Layout.DOP
-TOURS = {1: (TP, DP, CP, DOP), 2: (DP, TP, CP, DOP), 3: (DOP, CP, TP), 4: (CP, DP, DOP, TP)}
+TOURS = {1: (TP, DP, CP, DOP), 2: (DP, TP, CP, DOP), 3: (DOP, CP), 4: (CP, DOP, DP, TP)}
 EVERY_PAIR = tuple(Layout.parse(name) for name in "tp dp tp cp tp dop dp cp dp dop cp dop tp".split())
 
 NEAR_TIE = 1e-3
@@ -35,7 +35,7 @@ EXACT = 1e-6
 
 @pytest.fixture(scope="module")
 def asked() -> Sequence:
-    return requests([list(TEXT[:n]) for n in (5, 28, 9, 17, 1, 12)], 10)
+    return requests([list(TEXT[:n]) for n in (5, 28, 9, 1)], 9)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_defect_is_told(expected: dict[str, Told]) -> None:
     """A softmax scale that is wrong by a tenth in the networks alone."""
     model = load_config(DEMO)
     wrong = Networks(dataclasses.replace(model, softmax_scale=model.softmax_scale * 1.1), torch.float32)
-    asked = requests([list(TEXT[:5])], 10)
+    asked = requests([list(TEXT[:5])], 9)
     with evaluator(wrong):
         got = serve(DEMO, asked, ranks=1, tour=[TP], dtype="float32")
     with pytest.raises(AssertionError):
