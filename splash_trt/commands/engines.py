@@ -43,7 +43,7 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
 @click.option("--ops", is_flag=True, help="Say which implementation of each operation this machine uses, and why.")
 @click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="With --ops: of a step.")
 def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
-    """Say what an engine holds, or with --ops what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
+    """Say what an engine holds. With --ops, what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
     from splash_engines.inspect_operations import DEEPSEEK_V3_2, format_operations, here, sizes_of
     from splash_engines.open import format_inspection, inspect_engine, open_engine
 
