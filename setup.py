@@ -93,8 +93,8 @@ EXTRAS_REQUIRE = {
         RTX,
         # Triton Inference Server's own clients; the server is installed by scripts/triton_server.sh.
         "tritonclient[grpc,http]>=2.50",
-        # Kernels are interpreted on a CPU, and compiled for GPUs that the machine does not have. Torch's CPU build brings
-        # no Triton; its CUDA builds pin one each (2.11: 3.6.0, 2.13: 3.7.1), hence a range.
+        # Kernels are interpreted on a CPU, and compiled for GPUs that the machine does not have. Torch's CPU build
+        # brings no Triton; its CUDA builds pin one each (2.11: 3.6.0, 2.13: 3.7.1), hence a range.
         "triton>=3.6,<3.8",
         # The oracle for every model: an implementation that nobody here wrote. 5.24 needs Python 3.11; 5.20.2 is the
         # last release for 3.10.

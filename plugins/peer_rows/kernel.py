@@ -114,7 +114,7 @@ def sum_rows_kernel(
             source = tl.multiple_of((tl.load(bases + owner) + start).to(hidden.dtype), [16])
             total = _wide(tl.load(source[:, None] + at, mask=mask, other=0.0))
         else:
-            shifted = at + first.to(tl.int64) * width if SPREAD else at
+            shifted = at + first.to(tl.int64) * width if SPREAD else at  # type: ignore[attr-defined]
             total = _wide(tl.load(_at(bases, 0, start, hidden) + shifted, mask=mask, other=0.0))
             for peer in tl.static_range(1, SIZE):
                 total += _wide(tl.load(_at(bases, peer, start, hidden) + shifted, mask=mask, other=0.0))
