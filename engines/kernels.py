@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """By operation. All but `silu_mul` fill tensors that they are given."""
+    """By operation. All but `gated` fill tensors that they are given."""
 
     embed: Callable[..., None]
     add_norm: Callable[..., None]
@@ -29,4 +29,5 @@ class Kernels:
     prefill: Callable[..., None]
     route: Callable[..., None]
     grouped_experts: Callable[..., None]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    linear: Callable[..., None]
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -6,6 +6,7 @@ from splash_engines.kernels import Kernels
 from splash_plugins.absorb.kernel import absorb
 from splash_plugins.cache_append.kernel import append_rows
 from splash_plugins.embed.kernel import embed
+from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention.decode_kernel import decode
@@ -14,7 +15,6 @@ from splash_plugins.mla_attention.prefill_best import prefill
 from splash_plugins.norm.kernel import add_norm
 from splash_plugins.rope_q.kernel import rope_q
 from splash_plugins.router.kernel import route
-from splash_plugins.silu_mul.kernel import silu_mul
 from splash_plugins.value_up.kernel import decode_values, value_up
 
 CUDA = Kernels(
@@ -31,5 +31,6 @@ CUDA = Kernels(
     prefill=prefill,
     route=route,
     grouped_experts=grouped_experts,
-    silu_mul=silu_mul,
+    linear=linear,
+    gated=gated,
 )

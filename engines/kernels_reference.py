@@ -6,6 +6,7 @@ from splash_engines.kernels import Kernels
 from splash_plugins.absorb.reference import absorb
 from splash_plugins.cache_append.reference import append_rows, gather_rows
 from splash_plugins.embed.reference import embed
+from splash_plugins.few_rows.reference import gated, linear
 from splash_plugins.grouped_experts.reference import sum_of_experts
 from splash_plugins.latent_rows.reference import latent_rows
 from splash_plugins.mla_attention.decode_reference import decode
@@ -13,7 +14,6 @@ from splash_plugins.mla_attention.prefill_reference import prefill
 from splash_plugins.norm.reference import add_norm
 from splash_plugins.rope_q.reference import rope_q
 from splash_plugins.router.reference import route
-from splash_plugins.silu_mul.reference import silu_mul
 from splash_plugins.value_up.reference import decode_values, value_up
 
 REFERENCE = Kernels(
@@ -30,5 +30,6 @@ REFERENCE = Kernels(
     prefill=prefill,
     route=route,
     grouped_experts=sum_of_experts,
-    silu_mul=silu_mul,
+    linear=linear,
+    gated=gated,
 )

@@ -22,8 +22,6 @@ MOST_ROWS = 32
 MOST_DEPTH = 4096
 CHUNK = 1024
 PARTS = 8
-# Columns of a program.
-COLUMNS = 16
 
 
 @triton.jit
@@ -43,27 +41,28 @@ def _weights(
     for c in tl.static_range((DEPTH + CHUNK - 1) // CHUNK):
         k = _depth(c, CHUNK, PARTS)
         inside = (column < columns)[None, :, None] & (k < DEPTH)
-        chunks = chunks + (tl.load(rows + k * depth_stride, mask=inside, other=0),)
+        chunk = tl.load(rows + k * depth_stride, mask=inside, other=0)
+        chunks = chunks + (chunk,)  # type: ignore[assignment]
     return chunks
 
 
 @triton.jit
 def _product(
-    x, row, row_stride, rows, chunks, DEPTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    x, row, row_stride, num_rows, chunks, DEPTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     sums = tl.zeros((PARTS, BLOCK_T, BLOCK_N), tl.float32)
     for c in tl.static_range((DEPTH + CHUNK - 1) // CHUNK):
         k = _depth(c, CHUNK, PARTS)
-        inside = (row < rows)[None, :, None] & (k < DEPTH)
+        inside = (row < num_rows)[None, :, None] & (k < DEPTH)
         part = tl.load(x + row[None, :, None] * row_stride + k, mask=inside, other=0)
         sums = tl.dot(part, tl.permute(chunks[c], (0, 2, 1)), sums, input_precision="ieee")
     return tl.sum(sums, 0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    x, x_stride, rows, w, column_stride, depth_stride, columns, out, out_stride,
+    x, x_stride, num_rows, w, column_stride, depth_stride, columns, out, out_stride,
     DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -71,14 +70,14 @@ def linear_kernel(
     chunks = _weights(w, column, column_stride, depth_stride, columns, DEPTH, CHUNK, PARTS)
     wait_for_inputs(OVERLAP)
     row = tl.arange(0, BLOCK_T)
-    sums = _product(x, row, x_stride, rows, chunks, DEPTH, CHUNK, PARTS, BLOCK_T, BLOCK_N)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    sums = _product(x, row, x_stride, num_rows, chunks, DEPTH, CHUNK, PARTS, BLOCK_T, BLOCK_N)
+    inside = (row < num_rows)[:, None] & (column < columns)[None, :]
     tl.store(out + row[:, None] * out_stride + column[None, :], sums.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def gated_kernel(
-    x, x_stride, rows, gate_up, inner, out,
+    x, x_stride, num_rows, gate_up, inner, out,
     DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -88,14 +87,19 @@ def gated_kernel(
     wait_for_inputs(OVERLAP)
     row = tl.arange(0, BLOCK_T)
     element = out.dtype.element_ty
-    gate = _product(x, row, x_stride, rows, gates, DEPTH, CHUNK, PARTS, BLOCK_T, BLOCK_N).to(element).to(tl.float32)
-    up = _product(x, row, x_stride, rows, ups, DEPTH, CHUNK, PARTS, BLOCK_T, BLOCK_N).to(element).to(tl.float32)
-    inside = (row < rows)[:, None] & (column < inner)[None, :]
+    gate = _product(x, row, x_stride, num_rows, gates, DEPTH, CHUNK, PARTS, BLOCK_T, BLOCK_N).to(element).to(tl.float32)
+    up = _product(x, row, x_stride, num_rows, ups, DEPTH, CHUNK, PARTS, BLOCK_T, BLOCK_N).to(element).to(tl.float32)
+    inside = (row < num_rows)[:, None] & (column < inner)[None, :]
     tl.store(out + row[:, None] * inner + column[None, :], (gate * tl.sigmoid(gate) * up).to(element), mask=inside)
 
 
-def _is_few(rows: int, depth: int, dtype: torch.dtype) -> bool:
-    return rows <= MOST_ROWS and depth <= MOST_DEPTH and dtype.itemsize <= 2
+def columns_of(rows: int, depth: int, columns: int) -> int:
+    """Columns of a program, 0 where torch's product is not slower."""
+    return 0
+
+
+def _fits(x: torch.Tensor) -> bool:
+    return len(x) <= MOST_ROWS and x.shape[1] <= MOST_DEPTH and x.dtype.itemsize <= 2
 
 
 def _tile(rows: int, depth: int) -> dict[str, int]:
@@ -104,12 +108,13 @@ def _tile(rows: int, depth: int) -> dict[str, int]:
     return {"DEPTH": depth, "BLOCK_T": block_t, "CHUNK": chunk, "PARTS": PARTS, "num_warps": PARTS}
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int = COLUMNS) -> None:
+def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int | None = None) -> None:
     """As plugins/few_rows/reference.py; x and out are contiguous in their last axes, w in one of its two."""
     rows, depth = x.shape
     if rows == 0:
         return
-    if not _is_few(rows, depth, x.dtype):
+    columns = columns_of(rows, depth, len(w)) if columns is None else columns
+    if columns == 0 or not _fits(x):
         torch.mm(x, w.t(), out=out)
         return
     linear_kernel[(triton.cdiv(len(w), columns),)](
@@ -118,11 +123,12 @@ def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int 
     )  # fmt: skip
 
 
-def gated(x: torch.Tensor, gate_up: torch.Tensor, *, columns: int = COLUMNS // 2) -> torch.Tensor:
+def gated(x: torch.Tensor, gate_up: torch.Tensor, *, columns: int | None = None) -> torch.Tensor:
     """As plugins/few_rows/reference.py; gate_up is contiguous, x in its last axis."""
     rows, depth = x.shape
     inner = gate_up.shape[1]
-    if not _is_few(rows, depth, x.dtype) or rows == 0:
+    columns = columns_of(rows, depth, inner) // 2 if columns is None else columns
+    if columns == 0 or not _fits(x) or rows == 0:
         return silu_mul(torch.mm(x, gate_up.flatten(0, 1).t()))
     out = x.new_empty((rows, inner))
     gated_kernel[(triton.cdiv(inner, columns),)](

@@ -19,7 +19,8 @@ def rope_q(
     absorbed: torch.Tensor | None,
     in_place: bool = True,
 ) -> None:
-    """q [T, H, nope + R]: its last R in place, unless it is to be left alone; absorbed [A, H, W] gets those of the first A tokens as its last R.
+    """q [T, H, nope + R]: its last R in place, unless it is to be left alone; absorbed [A, H, W] gets those of the
+    first A tokens as its last R.
 
     cos, sin [T, R / 2], float32 or wider.
     """

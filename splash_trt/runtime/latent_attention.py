@@ -102,7 +102,7 @@ class LatentAttention:
         first = 0
         for block in self._blocks:
             w = block[p + "q_b"].flatten(0, 1)
-            torch.mm(source, w.t(), out=q.flatten(1)[:, first : first + len(w)])
+            self._k.linear(source, w, q.flatten(1)[:, first : first + len(w)])
             first += len(w)
         return q, rows
 
@@ -111,11 +111,11 @@ class LatentAttention:
         own, p, query = self._own, f"layers.{layer}.", self._model.q_lora_rank or 0
         both = self._qkv[layer]
         if both is not None:
-            torch.mm(x, both.t(), out=out)
+            self._k.linear(x, both, out)
         else:
             if query:
-                torch.mm(x, own[p + "q_a"].t(), out=out[:, :query])
-            torch.mm(x, own[p + "kv_a"].t(), out=out[:, query:])
+                self._k.linear(x, own[p + "q_a"], out[:, :query])
+            self._k.linear(x, own[p + "kv_a"], out[:, query:])
         for name, part in (("q_a_bias", out[:, :query]), ("kv_a_bias", out[:, query:])):
             if p + name in own:
                 part += own[p + name]
@@ -217,7 +217,7 @@ class LatentAttention:
             o = block[f"layers.{layer}.o"]
             x = values[:, first : first + len(o)].flatten(1)
             if first == 0:
-                torch.mm(x, o.flatten(0, 1), out=out)
+                self._k.linear(x, o.flatten(0, 1).t(), out)
             else:
                 out.addmm_(x, o.flatten(0, 1))
             first += len(o)

@@ -167,8 +167,8 @@ class Program:
 
     def _gated(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """x [T, D] through a gated MLP into out [T, D]."""
-        inner = self._k.silu_mul(torch.mm(x, gate_up.flatten(0, 1).t()))
-        return torch.mm(inner, down.t(), out=out)
+        self._k.linear(self._k.gated(x, gate_up), down, out)
+        return out
 
     def _head(self, hidden: torch.Tensor, step: DeviceStep) -> torch.Tensor:
         a, own = step.arrays, self._own

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from splash_plugins.absorb.kernel import BLOCK_L, absorb_kernel
+from splash_plugins.few_rows.kernel import CHUNK, PARTS, gated_kernel, linear_kernel
 from splash_plugins.latent_rows.kernel import latent_rows_kernel
 from splash_plugins.mla_attention.decode_kernel import choose_config, decode_kernel, merge_kernel
 from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
 from splash_plugins.rope_q.kernel import rope_q_kernel
-from splash_plugins.value_up.kernel import BLOCK_V, PARTS, merge_up_kernel, value_up_kernel
+from splash_plugins.value_up.kernel import BLOCK_V, merge_up_kernel, value_up_kernel
+from splash_plugins.value_up.kernel import PARTS as PARTS_MERGED
 from tests.kernels.aot import Kernel, Target
 
 HIDDEN, HEADS, NOPE, VALUE, LATENT, ROPE, QUERY_LATENT = 2048, 10, 192, 256, 512, 64, 768
@@ -18,7 +20,7 @@ PAGE_TOKENS = 64
 FLOAT32 = ("cos", "sin", "lse", "partial", "partial_lse")
 INT32 = ("tables", "slot", "first", "length", "page", "offset", "target_page", "target_offset")
 TENSORS = ("q", "qkv", "hidden", "delta", "weight", "out", "pages", "rows", "latent", "absorbed", "q_norm", "kv_norm",
-           "w_uk", "w_uv", "latents")  # fmt: skip
+           "w_uk", "w_uv", "latents", "x", "w", "gate_up")  # fmt: skip
 
 
 def _kernel(
@@ -39,7 +41,13 @@ def _kernel(
             # A page's stride in an arena of all layers is the only number that may pass 2³¹.
             types[name] = "i64" if name == "page_stride" else "i32"
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    return Kernel(function, types, constexprs, options, tuple(n for n in types if n.endswith("_stride")))
+    return Kernel(
+        function,
+        types,
+        constexprs,
+        options,
+        tuple(n for n in types if n.endswith("_stride") or n in ("columns", "inner")),
+    )
 
 
 def kernels(target: Target) -> list[Kernel]:
@@ -63,7 +71,8 @@ def kernels(target: Target) -> list[Kernel]:
         "BLOCK_L": BLOCK_L,
         "BLOCK_R": 32,
     }
-    merged = {**tile, **up, "BLOCK_A": 4, "BLOCK_S": PARTS // 4, "SPLITS": 16}
+    few = {"BLOCK_T": 16, "CHUNK": CHUNK, "PARTS": PARTS}
+    merged = {**tile, **up, "BLOCK_A": 4, "BLOCK_S": PARTS_MERGED // 4, "SPLITS": 16}
     return [
         _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, overlap, norm_warps(HIDDEN)),
         _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, overlap, norm_warps(1024)),
@@ -73,4 +82,7 @@ def kernels(target: Target) -> list[Kernel]:
         _kernel(absorb_kernel, absorb, overlap, 4),
         _kernel(value_up_kernel, {**product, **up}, overlap, 4),
         _kernel(merge_up_kernel, merged, overlap, 8),
+        _kernel(linear_kernel, {**few, "DEPTH": HIDDEN, "BLOCK_N": 16, "depth_stride": 1}, overlap, PARTS),
+        _kernel(linear_kernel, {**few, "DEPTH": HEADS * VALUE, "BLOCK_N": 16, "column_stride": 1}, overlap, PARTS),
+        _kernel(gated_kernel, {**few, "DEPTH": HIDDEN, "BLOCK_N": 8}, overlap, PARTS),
     ]
