@@ -347,7 +347,8 @@ def compare(models: Models, defect: Defect, networks: Networks) -> dict[str, flo
 
 
 def fresh(models: Models, defect: Defect) -> Networks:
-    return Networks(model_of(models, defect), defect.dtype, experts=defect.experts, collectives_in=defect.collectives_in)
+    model = model_of(models, defect)
+    return Networks(model, defect.dtype, experts=defect.experts, collectives_in=defect.collectives_in)
 
 
 @pytest.fixture(scope="module")
