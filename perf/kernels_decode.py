@@ -7,6 +7,7 @@ their own: one that crashes is named and left out.
 
 from __future__ import annotations
 
+import io
 import itertools
 import multiprocessing
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import astuple
 from typing import Any
 
@@ -59,7 +60,7 @@ HEADS, HIDDEN, QUERY = 10, 2048, 768
 SHAPES = ((1, 10, 600), (1, 10, 15000), (16, 10, 600), (16, 20, 600), (64, 10, 640), (512, 10, 640))
 # Rows a tile, warps, stages.
 TILES = ((16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))
-LAYERS = ((1, 600), (16, 600), (64, 600), (1, 15000), (16, 4000))
+LAYERS = ((1, 600), (4, 600), (16, 600), (64, 600), (1, 15000), (16, 4000))
 FEW_ROWS = (1, 16, 32)
 CHILDREN = 15
 Job = tuple[Any, ...]  # a function and its arguments
@@ -99,7 +100,8 @@ def tried(job: Job) -> str:
     """Runs what the job names, which leaves its kernels in Triton's cache on disk. What went wrong, or nothing."""
     function, *arguments = job
     try:
-        function(*arguments)
+        with redirect_stdout(io.StringIO()):
+            function(*arguments)
         torch.cuda.synchronize()
     except OutOfResources:
         return "too large"
@@ -195,14 +197,15 @@ class Layers:
         self.q = normal(queries, HEADS, NOPE + ROPE)
         self.values = normal(queries, HEADS, VALUE)
         self.out = torch.empty_like(self.x)
+        self.second = torch.cuda.Stream()
 
     def per_layer(self, launch: Callable[[int], None]) -> float:
         return time_few(launch, self.num)
 
-    def begin(self, n: int) -> None:
-        torch.mm(self.x, self.qkv[n].t(), out=self.rows["qkv"])
+    def begin(self, n: int, columns: int) -> None:
+        linear(self.x, self.qkv[n], self.rows["qkv"], columns=columns)
         latent_rows(*self.rows.values())
-        torch.mm(self.rows["latent"], self.q_b[n].t(), out=self.q.flatten(1))
+        linear(self.rows["latent"], self.q_b[n], self.q.flatten(1), columns=columns)
 
     def absorb(self, n: int) -> None:
         absorb(self.q, self.rows["cos"], self.rows["sin"], True, self.w_uk[n], self.case.q)
@@ -222,39 +225,58 @@ class Layers:
     def value_up_apart(self, n: int) -> None:
         torch.bmm(self.case.out.transpose(0, 1), self.w_uv[n].transpose(1, 2), out=self.values.transpose(0, 1))
 
-    def end(self, n: int) -> None:
-        torch.mm(self.values.flatten(1), self.o[n], out=self.out)
+    def end(self, n: int, columns: int) -> None:
+        linear(self.values.flatten(1), self.o[n].t(), self.out, columns=columns)
 
     def before(self, n: int) -> None:
         """As it was in six launches of attention."""
-        self.begin(n)
+        self.begin(n, 0)
         self.absorb_apart(n)
         self.case.run(decode, n)
         self.value_up_apart(n)
-        self.end(n)
+        self.end(n, 0)
 
-    def whole(self, n: int) -> None:
-        self.begin(n)
+    def whole(self, n: int, columns: int, **options: Any) -> None:
+        self.begin(n, columns)
         self.absorb(n)
-        self.attend(n)
-        self.end(n)
+        self.attend(n, **options)
+        self.end(n, columns)
+
+    def forked(self, n: int) -> None:
+        """A product on a second stream beside the others."""
+        self.second.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.second):
+            linear(self.x, self.qkv[n], self.rows["qkv"], columns=16)
+        self.absorb(n)
+        torch.cuda.current_stream().wait_stream(self.second)
+        latent_rows(*self.rows.values())
 
 
 def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True), num_layers: int | None = None) -> None:
     """num_layers 1: only runs what would be timed."""
     layers = Layers(queries, context, num_layers)
-    apart = (layers.absorb_apart, layers.value_up_apart, layers.before)
-    absorbing, values, whole = (layers.per_layer(launch) for launch in apart)
-    print(f"A {queries} context {context}: before: absorb {absorbing:.1f} value_up {values:.1f} layer {whole:.1f} us")
+    tiles = [
+        (DecodeConfig(16, 32, 4, 3, 2), 264),
+        (DecodeConfig(16, 32, 4, 3, 1), 132),
+        (DecodeConfig(16, 64, 4, 2, 1), 132),
+    ]
+    with overlapping(False):
+        print(f"A {queries} context {context}: before: layer {layers.per_layer(layers.before):.1f} us")
     for wanted in ways:
         with overlapping(wanted):
-            parts = [f"absorb {layers.per_layer(layers.absorb):.1f} value_up {layers.per_layer(layers.value_up):.1f}"]
-            for fuse, splits in itertools.product((False, True), (264, 132, 66, 33, 16, 8, 4)):
-                if 16 <= queries * splits <= 270:
-                    us = layers.per_layer(lambda n: layers.attend(n, num_splits=splits, fuse=fuse))  # noqa: B023
-                    parts.append(f"{'fused' if fuse else 'apart'} {splits}: {us:.1f}")
-            parts.append(f"chosen {layers.per_layer(layers.attend):.1f} layer {layers.per_layer(layers.whole):.1f}")
-            print(f"  {'overlapping' if wanted else 'one by one'}: {', '.join(parts)}", flush=True)
+            apart = (layers.absorb, layers.value_up, layers.forked)
+            parts = ["absorb, value_up, forked " + " ".join(f"{layers.per_layer(launch):.1f}" for launch in apart)]
+            for (config, programs), fuse in itertools.product(tiles, (False, True)):
+                splits = min(132, programs // queries)
+                if fuse and queries > 4:
+                    continue
+                options = {"config": config, "num_splits": splits, "fuse": fuse}
+                attend = layers.per_layer(lambda n, o=options: layers.attend(n, **o))
+                whole = [layers.per_layer(lambda n, c=c, o=options: layers.whole(n, c, **o)) for c in (0, 16)]
+                name = f"{config.block_n} rows, {splits} parts{', fused' if fuse else ''}"
+                parts.append(f"{name}: attend {attend:.1f} layer {whole[0]:.1f} {whole[1]:.1f}")
+            parts.append(f"chosen: layer {layers.per_layer(lambda n: layers.whole(n, 0)):.1f}")
+            print(f"  {'overlapping' if wanted else 'one by one'}: {'; '.join(parts)}", flush=True)
 
 
 def time_products(tokens: int, num: int = 40) -> None:

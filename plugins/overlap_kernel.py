@@ -17,14 +17,18 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Until all kernels before this one are done; lets the next one's programs come to their own wait."""
+    """Until all kernels before this one are done; then lets the next one's programs come to their own wait.
+
+    Not sooner: programs that only wait take the places of those that others still have to start, and crowd the next
+    but one onto the processors that have room.
+    """
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
-# Measured before it becomes the rule: perf/kernels_decode.py.
-BY_DEFAULT = False
+# What it is worth: perf/kernels_decode.py.
+BY_DEFAULT = True
 
 
 def overlap(tensor: torch.Tensor) -> dict[str, bool]:

@@ -26,6 +26,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Parts of a context that the merge reads at a time.
 MERGE_BLOCK = 16
+# Rows that a program asks the L2 for while the kernel before it ends.
+AHEAD = tl.constexpr(128)
 
 
 @triton.jit
@@ -45,6 +47,21 @@ def _page_of(table, tile, stride, last, S: tl.constexpr, BLOCK_N: tl.constexpr):
     else:
         row = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), last)
     return tl.load(table + stride * (row // S), mask=row >= 0, other=0).to(tl.int64)
+
+
+@triton.jit
+def _fetch(pages, page_stride, row_stride, table, stride, begin, end, S: tl.constexpr, WIDTH: tl.constexpr):
+    """Has the first AHEAD of rows begin to end - 1 fetched into the L2. That they are written afterwards does no harm:
+    writes take place there."""
+    size: tl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
+    lines: tl.constexpr = triton.next_power_of_2((WIDTH * size + 127) // 128)
+    row = tl.minimum(begin + tl.arange(0, AHEAD), end - 1)
+    page = tl.load(table + stride * (row // S)).to(tl.int64)
+    column = tl.minimum(tl.arange(0, lines) * (128 // size), WIDTH - 1)
+    at = (pages + page * page_stride + (row % S) * row_stride)[:, None] + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -84,6 +101,10 @@ def decode_kernel(
     tile = split * share
     end = tl.minimum(tile + share, tiles)
     page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
+    if OVERLAP:
+        if tile < end:
+            last = tl.minimum(end * BLOCK_N, rows)
+            _fetch(pages, page_stride, row_stride, table, stride, tile * BLOCK_N, last, S, LATENT + ROPE)
     wait_for_inputs(OVERLAP)
     if (splits > 1) & (tile >= end):
         return
@@ -196,8 +217,9 @@ def device_config(q: torch.Tensor) -> DecodeConfig:
 
 
 def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:
-    """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once."""
-    return max(1, min(most_tiles, config.programs_per_sm * num_sms // programs))
+    """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once;
+    no more than there are multiprocessors, since all have to be merged."""
+    return max(1, min(most_tiles, num_sms, config.programs_per_sm * num_sms // programs))
 
 
 def decode(

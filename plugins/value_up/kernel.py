@@ -22,8 +22,8 @@ from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 MOST_QUERIES = 64
 BLOCK_V = 32
-# More parts of as many queries as a program takes are merged in a launch of their own.
-MOST_PARTS = 128
+# Parts of more queries are merged in a launch of their own, with more programs.
+MOST_FUSED = 2
 # Parts, of all its queries, that a merging program reads at a time.
 PARTS = 16
 
@@ -153,14 +153,14 @@ def decode_values(
     fuse: bool | None = None,
 ) -> None:
     """As reference.py, with the demands of decode_kernel.decode and value_up. fuse: merge parts and apply weights in
-    one launch; by default if that reads few enough parts."""
+    one launch; by default where queries are few."""
     if len(q) == 0:
         return
     config = config or device_config(q)
     num_splits = num_splits or splits_for(q, pages, tables, stride, config)
     index = (pages, tables, slot, first, length, stride, latent, scale)
     if fuse is None:
-        fuse = num_splits * min(4, len(q)) <= MOST_PARTS and len(q) <= MOST_QUERIES
+        fuse = len(q) <= MOST_FUSED
     heads = 0
     if fuse and num_splits > 1:
         parts = attention_parts(q, *index, config, num_splits)
