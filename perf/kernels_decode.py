@@ -58,8 +58,8 @@ from splash_plugins.value_up.kernel import decode_values, value_up
 BANDWIDTH = 4.3e12  # bytes/s that a copy reaches on an H200, read and written
 HEADS, HIDDEN, QUERY = 10, 2048, 768
 SHAPES = ((1, 10, 600), (1, 10, 15000), (16, 10, 600), (16, 20, 600), (64, 10, 640), (512, 10, 640))
-# Rows a tile, warps, stages.
-TILES = ((16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))
+# Rows a tile, warps, stages, blocks of columns.
+TILES = ((32, 4, 3, 1), (32, 4, 3, 4), (32, 4, 4, 4), (32, 8, 3, 1), (64, 4, 2, 1), (64, 4, 2, 4), (64, 8, 2, 1))
 LAYERS = ((1, 600), (4, 600), (16, 600), (64, 600), (1, 15000), (16, 4000))
 FEW_ROWS = (1, 16, 32)
 CHILDREN = 15
@@ -70,7 +70,7 @@ BUDGET_S = 78  # no new sweep begins after this many seconds
 def configs(heads: int) -> list[DecodeConfig]:
     """Sums [L, block_h] of 64 heads need the registers of 8 warps."""
     most = min(64, max(16, triton.next_power_of_2(heads)))
-    return [DecodeConfig(most, n, max(warps, most // 8), stages, 1) for n, warps, stages in TILES]
+    return [DecodeConfig(most, n, max(warps, most // 8), stages, 1, parts) for n, warps, stages, parts in TILES]
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def sweep(checks: Checks, tiles: list[DecodeConfig], queries: int, heads: int, c
     label = f"{queries, heads, context}"
     print(f"{label:18} chosen  {speed(own, rows * WIDTH * 2)}")
     for us, config, splits in sorted(results, key=lambda r: r[0])[:3]:
-        tile = f"heads {config.block_h} rows {config.block_n} warps {config.num_warps} stages {config.num_stages}"
+        tile = f"rows {config.block_n} x {config.parts} warps {config.num_warps} stages {config.num_stages}"
         print(f"{'':18} swept   {speed(us, rows * WIDTH * 2)}  {tile} splits {splits}")
 
 
@@ -255,11 +255,8 @@ class Layers:
 def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True), num_layers: int | None = None) -> None:
     """num_layers 1: only runs what would be timed."""
     layers = Layers(queries, context, num_layers)
-    tiles = [
-        (DecodeConfig(16, 32, 4, 3, 2), 264),
-        (DecodeConfig(16, 32, 4, 3, 1), 132),
-        (DecodeConfig(16, 64, 4, 2, 1), 132),
-    ]
+    plain, blocks, large = (DecodeConfig(16, *what) for what in ((32, 4, 3, 2, 1), (32, 4, 3, 2, 4), (64, 4, 2, 1, 1)))
+    tiles = [(plain, 264), (plain, 132), (blocks, 264), (large, 132)]
     with overlapping(False):
         print(f"A {queries} context {context}: before: layer {layers.per_layer(layers.before):.1f} us")
     for wanted in ways:
@@ -268,12 +265,12 @@ def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True),
             parts = ["absorb, value_up, forked " + " ".join(f"{layers.per_layer(launch):.1f}" for launch in apart)]
             for (config, programs), fuse in itertools.product(tiles, (False, True)):
                 splits = min(132, programs // queries)
-                if fuse and queries > 4:
+                if fuse and (queries > 4 or config is blocks):
                     continue
                 options = {"config": config, "num_splits": splits, "fuse": fuse}
                 attend = layers.per_layer(lambda n, o=options: layers.attend(n, **o))
                 whole = [layers.per_layer(lambda n, c=c, o=options: layers.whole(n, c, **o)) for c in (0, 16)]
-                name = f"{config.block_n} rows, {splits} parts{', fused' if fuse else ''}"
+                name = f"{config.block_n} rows x {config.parts}, {splits} parts{', fused' if fuse else ''}"
                 parts.append(f"{name}: attend {attend:.1f} layer {whole[0]:.1f} {whole[1]:.1f}")
             parts.append(f"chosen: layer {layers.per_layer(lambda n: layers.whole(n, 0)):.1f}")
             print(f"  {'overlapping' if wanted else 'one by one'}: {'; '.join(parts)}", flush=True)

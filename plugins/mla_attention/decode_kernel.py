@@ -65,17 +65,34 @@ def _fetch(pages, page_stride, row_stride, table, stride, begin, end, S: tl.cons
 
 
 @triton.jit
-def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums):
-    """Online softmax over one tile: `top`, `total` [BLOCK_H] and `sums` [BLOCK_L, BLOCK_H] with its rows added."""
-    scores = tl.dot(k_latent, q_latent, input_precision="ieee")
-    scores = tl.dot(k_rope, q_rope, scores, input_precision="ieee")
-    scores = tl.where(live[:, None], scores * (scale * LOG2_E), -float("inf"))
+def _load_parts(rows, live, width: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The first `width` columns of the rows, as PARTS blocks [n, BLOCK / PARTS]."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        column = i * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
+        part = _load_rows(rows, column, live, width, BLOCK)
+        parts = parts + (part,)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, PARTS: tl.constexpr):
+    """Online softmax over one tile: `top`, `total` [BLOCK_H] and `sums`, PARTS times [BLOCK_L / PARTS, BLOCK_H], with
+    its rows added. Products of parts of the columns do not wait for one another."""
+    factor = scale * LOG2_E
+    scores = tl.dot(k_rope, q_rope, input_precision="ieee") * factor
+    for i in tl.static_range(PARTS):
+        scores += tl.dot(k_latent[i], q_latent[i], input_precision="ieee") * factor
+    scores = tl.where(live[:, None], scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 0))
     weight = tl.exp2(scores - new_top[None, :])
     fade = tl.exp2(top - new_top)
-    sums = sums * fade[None, :]
-    sums = tl.dot(tl.trans(k_latent), weight.to(k_latent.dtype), sums, input_precision="ieee")
-    return new_top, total * fade + tl.sum(weight, 0), sums
+    new_sums = ()
+    for i in tl.static_range(PARTS):
+        faded = sums[i] * fade[None, :]
+        faded = tl.dot(tl.trans(k_latent[i]), weight.to(k_rope.dtype), faded, input_precision="ieee")
+        new_sums = new_sums + (faded,)  # type: ignore[assignment]
+    return new_top, total * fade + tl.sum(weight, 0), new_sums
 
 
 @triton.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
@@ -88,7 +105,7 @@ def decode_kernel(
     lse, lse_stride, lse_split_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     query = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -111,29 +128,36 @@ def decode_kernel(
 
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < HEADS
-    latent_column = tl.arange(0, BLOCK_L)
     rope_column = tl.arange(0, BLOCK_R)
     head_rows = q + query * q_stride + head * q_head_stride
-    q_latent = tl.trans(_load_rows(head_rows, latent_column, head_live, LATENT, BLOCK_L))
     q_rope = tl.trans(_load_rows(head_rows + LATENT, rope_column, head_live, ROPE, BLOCK_R))
+    q_latent = ()
+    sums = ()
+    for i in tl.static_range(PARTS):
+        column = i * (BLOCK_L // PARTS) + tl.arange(0, BLOCK_L // PARTS)
+        part = tl.trans(_load_rows(head_rows, column, head_live, LATENT, BLOCK_L))
+        q_latent = q_latent + (part,)  # type: ignore[assignment]
+        zeros = tl.zeros([BLOCK_L // PARTS, BLOCK_H], tl.float32)
+        sums = sums + (zeros,)  # type: ignore[assignment]
 
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    sums = tl.zeros([BLOCK_L, BLOCK_H], tl.float32)
     in_tile = tl.arange(0, BLOCK_N)
     for n in range(tile, end):
         row = n * BLOCK_N + in_tile
         live = row < rows
         pointers = pages + page * page_stride + (row % S) * row_stride
         page = _page_of(table, n + 1, stride, rows - 1, S, BLOCK_N)
-        k_latent = _load_rows(pointers, latent_column, live, LATENT, BLOCK_L)
+        k_latent = _load_parts(pointers, live, LATENT, BLOCK_L, PARTS)
         k_rope = _load_rows(pointers + LATENT, rope_column, live, ROPE, BLOCK_R)
-        top, total, sums = _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums)
+        top, total, sums = _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, PARTS)
 
     divisor = tl.where(total > 0, total, 1)
-    result = sums / divisor[None, :]
-    to = out + query * out_stride + split * out_split_stride + head[None, :] * out_head_stride + latent_column[:, None]
-    tl.store(to, result.to(out.dtype.element_ty), mask=head_live[None, :] & (latent_column[:, None] < LATENT))
+    to = out + query * out_stride + split * out_split_stride + head[None, :] * out_head_stride
+    for i in tl.static_range(PARTS):
+        column = i * (BLOCK_L // PARTS) + tl.arange(0, BLOCK_L // PARTS)
+        result = (sums[i] / divisor[None, :]).to(out.dtype.element_ty)
+        tl.store(to + column[:, None], result, mask=head_live[None, :] & (column[:, None] < LATENT))
     if lse is not None:
         sum_lse = (top + tl.log2(divisor)) * LN_2
         tl.store(lse + query * lse_stride + split * lse_split_stride + head, sum_lse, mask=head_live)
@@ -189,6 +213,8 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    parts: int = 1
+    """Blocks that a row's latent columns are taken in."""
 
 
 def choose_config(heads: int, item_bytes: int, shared_bytes: int, is_hopper: bool) -> DecodeConfig:
@@ -307,6 +333,7 @@ def _launch(
         HEADS=heads, LATENT=latent, ROPE=width - latent, S=pages.shape[1],
         BLOCK_H=config.block_h, BLOCK_N=config.block_n,
         BLOCK_L=max(16, triton.next_power_of_2(latent)), BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        PARTS=config.parts if latent >= 256 else 1,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(q),
     )  # fmt: skip
 

@@ -54,6 +54,7 @@ def kernels(target: Target) -> list[Kernel]:
     config = choose_config(HEADS, 2, target.shared_bytes, target.name == "sm_90")
     tile = {"HEADS": HEADS, "LATENT": LATENT, "BLOCK_N": config.block_n}
     attend = {"ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_H": config.block_h, "BLOCK_L": 512, "BLOCK_R": 64}
+    attend["PARTS"] = config.parts
     heads = {"HEADS": 20, "NOPE": NOPE, "LATENT": LATENT, "R": ROPE, "INTERLEAVED": True}
     row = {"Q": QUERY_LATENT, "L": LATENT, "R": ROPE, "INTERLEAVED": True}
     overlap = target.is_nvidia and int(target.arch) >= 90
