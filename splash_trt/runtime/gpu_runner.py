@@ -66,7 +66,7 @@ def gpu_runner(
         peers=peers,
         tiles=tiles_of,
         clock=CudaClock(stamp, world.device),
-        decode_sizes=ladder(min(config.max_running, MAX_GRAPHED), 4),
+        decode_sizes=ladder(1, min(config.max_running, MAX_GRAPHED), 4),
         capture=near and not exact,
         mover=mover,
     )

@@ -41,8 +41,8 @@ class _Captured:
 
 
 class Forward:
-    """capture: padded steps are captured, those that only decode before they are wanted, others when they come for the
-    second time. All ranks see the same steps, so they do it together."""
+    """capture: padded steps are captured, the likely ones before they are wanted (`warm_up`), others when they come for
+    the second time. All ranks see the same steps, so they do it together."""
 
     def __init__(
         self,
@@ -79,13 +79,11 @@ class Forward:
         return captured.out
 
     def warm_up(self) -> None:
-        """Captures plain decoding of every size under every layout, before a request waits for it."""
-        if not self._capture:
-            return
-        for layout in self._programs:
-            for size in reversed(self._shapes.decode):  # the largest first: the others live in its memory
+        """Captures what plain sampling comes to most, before a request waits for it."""
+        for layout in self._programs if self._capture else ():
+            for shape in self._shapes.before(layout):
                 # Of nothing but padding, so that it leaves no trace.
-                step = self._upload(self._builder.padding(self._shapes.decoding(layout, size)), fixed=True)
+                step = self._upload(self._builder.padding(shape), fixed=True)
                 self._run(step, True)
                 self._captured(step, True)
 

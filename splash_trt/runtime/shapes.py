@@ -17,6 +17,9 @@ from splash_trt.plan import Plan
 
 TILE = 128
 """Queries of a tile of expanded attention (PREFILL_TILE of plugins/mla_attention/prefill_kernel.py)."""
+_LEAST_ROWS = 256  # fewer take as long
+_FEW_ABSORBED = 64
+_SMALL_ROWS, _SEGMENTS = 2048, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +47,9 @@ class Shape:
         return -(-self.rows // TILE) + self.segments if self.context else 0
 
 
-def ladder(most: int, steps: int) -> list[int]:
-    """Ascending sizes up to `most`, `steps` to each doubling: padding costs at most a `steps`-th of what is real."""
-    sizes, base = [], 1
+def ladder(least: int, most: int, steps: int) -> list[int]:
+    """Ascending sizes from `least` to `most`, `steps` to each doubling of it."""
+    sizes, base = [], least
     while base < most:
         sizes += sorted({base * (steps + i) // steps for i in range(steps)})
         base *= 2
@@ -60,61 +63,83 @@ def fit(size: int, sizes: Sequence[int]) -> int | None:
 
 
 class Shapes:
-    """The shapes of one deployment. decode: sizes of steps that only decode; empty: nothing is padded."""
+    """The shapes of one deployment.
+
+    Steps that only decode have sizes of their own, a quarter apart at most. Those that also prefill come in too many
+    combinations for that: their rows have sizes up to a half apart, and what costs little where it is padding
+    (absorbed rows, requests, wanted positions) has two sizes or one.
+    """
 
     def __init__(self, config: EngineConfig, decode: Sequence[int]) -> None:
-        self.decode = decode
+        """decode: ascending sizes of steps that only decode; empty: nothing is padded."""
         self._num_ranks = config.num_ranks
-        self._rows = ladder(config.max_batch_tokens, 8)
-        self._stacked = ladder(config.max_batch_tokens, 8)
-        self._context = ladder(config.context_block_tokens, 4)
-        self._wanted = ladder(config.max_batch_tokens, 4)
-        self._coarse = ladder(max(config.max_batch_tokens, 8), 1)
+        self._most = config.max_batch_tokens
+        self._block = config.context_block_tokens
+        self._decode = decode
+        self._rows = ladder(min(_LEAST_ROWS, self._most), self._most, 2)
+        self._absorbed = sorted({min(_FEW_ABSORBED, decode[-1]), decode[-1]}) if decode else []
 
-    def decoding(self, layout: Layout, size: int) -> Shape:
+    def before(self, layout: Layout) -> list[Shape]:
+        """Those that are to be captured before a request waits for them, the largest first: a step that decodes, of
+        every size; one that also prefills whole prompts, dealt out evenly where tokens are spread."""
+        decoding = [self._decoding(layout, size) for size in self._decode]
+        ranks = self._num_ranks if self._spread(layout) else 1
+        mixed = [
+            self._mixed(layout, rows, min(ranks * rows, self._most), absorbed, 0)
+            for rows in self._rows
+            if rows < 2 * self._most // ranks
+            for absorbed in self._absorbed
+        ]
+        return sorted((shape for shape in decoding + mixed if shape is not None), key=lambda s: -s.stacked)
+
+    def of(self, plan: Plan, ranks: np.ndarray) -> Shape | None:
+        """The shape for a plan; None if it is not to be padded. ranks [T]: which rank computes each token."""
+        if not self._decode:
+            return None
+        most = int(plan.counts.max())
+        if plan.absorbed.all():
+            size = fit(most, self._decode)
+            fits = size is not None and len(plan.want_index) <= most * self._num_ranks
+            return self._decoding(plan.layout, size) if size is not None and fits else None
+        absorbed = plan.absorbed[plan.row_of_token]
+        spread = self._spread(plan.layout)
+        here = int(np.bincount(ranks[absorbed], minlength=1).max()) if spread else int(absorbed.sum())
+        rows, some = fit(most, self._rows), fit(here, self._absorbed)
+        context, requests = self._expanded(plan)
+        if rows is None or some is None:
+            return None
+        shape = self._mixed(plan.layout, rows, plan.num_tokens, some, context)
+        fits = shape is not None and requests <= shape.segments and len(plan.want_index) <= shape.wanted
+        return shape if fits else None
+
+    def _decoding(self, layout: Layout, size: int) -> Shape:
         """Of steps that only decode, with at most `size` hidden states a rank."""
         stacked = size * self._num_ranks if self._spread(layout) else size
         return Shape(
             layout=layout, rows=size, stacked=stacked, absorbed=size, reads=self._reads(layout, size), wanted=stacked
         )
 
-    def of(self, plan: Plan, ranks: np.ndarray) -> Shape | None:
-        """The shape for a plan; None if it is not to be padded. ranks [T]: which rank computes each token."""
-        if not self.decode:
+    def _mixed(self, layout: Layout, rows: int, num_tokens: int, absorbed: int, context: int) -> Shape | None:
+        """For rows hidden states a rank, num_tokens in all, and context rows on the rank that has most."""
+        spread = self._spread(layout)
+        stacked = rows
+        while spread and stacked < num_tokens:
+            stacked = min(2 * stacked, self._most)
+        whole = min(stacked if layout is Layout.CP else rows, self._block)  # what prompts without a past need
+        room = fit(context, sorted({whole, self._block}))
+        if room is None:
             return None
-        most = int(plan.counts.max())
-        if plan.absorbed.all():
-            size = fit(most, self.decode)
-            return (
-                None
-                if size is None or len(plan.want_index) > most * self._num_ranks
-                else self.decoding(plan.layout, size)
-            )
-        return self._mixed(plan, ranks, most)
-
-    def _mixed(self, plan: Plan, ranks: np.ndarray, most: int) -> Shape | None:
-        context, segments = self._expanded(plan)
-        rows, wide = fit(most, self._rows), fit(context, self._context)
-        if rows is None or wide is None:
-            return None
-        absorbed = plan.absorbed[plan.row_of_token]
-        if self._spread(plan.layout):
-            num_absorbed = int(np.bincount(ranks[absorbed], minlength=self._num_ranks).max())
-            stacked = fit(plan.num_tokens, self._stacked)
-        else:
-            num_absorbed, stacked = int(absorbed.sum()), rows
-        padded = min(fit(max(num_absorbed, 8), self._coarse) or rows, rows) if num_absorbed else 0
-        wanted = fit(max(len(plan.want_index), 8), self._wanted)
-        assert stacked is not None and wanted is not None
+        absorbed = min(absorbed, rows)
+        segments = _SEGMENTS if rows <= _SMALL_ROWS else 4 * _SEGMENTS
         return Shape(
-            layout=plan.layout,
+            layout=layout,
             rows=rows,
             stacked=stacked,
-            absorbed=padded,
-            reads=self._reads(plan.layout, padded),
-            wanted=wanted,
-            context=wide,
-            segments=fit(segments, self._coarse) or segments,
+            absorbed=absorbed,
+            reads=self._reads(layout, absorbed),
+            wanted=absorbed * (self._num_ranks if spread else 1) + segments,
+            context=room,
+            segments=segments,
         )
 
     def _expanded(self, plan: Plan) -> tuple[int, int]:
