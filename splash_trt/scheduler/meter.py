@@ -9,7 +9,8 @@ from statistics import median
 from splash_trt.layout.switch import Record
 from splash_trt.plan import Plan, StepResult
 
-KEPT = 64
+KEPT = 16  # few, so that they are recent: contexts grow, and steps with them
+PLAIN_EVERY = 16  # of a switch's steps that could move something, one does not, to hold the others against
 EVERY = 4  # of the steps that move nothing are looked at where their expected time has to be computed
 
 
@@ -27,6 +28,7 @@ class Meter:
         self._ratios: list[float] = []
         self._gaps: deque[float] = deque(maxlen=KEPT)
         self._commit: tuple[int, Record] | None = None
+        self._moving = 0
         self.step_s = 0.0
         """What the latest step that computed something took."""
 
@@ -37,6 +39,16 @@ class Meter:
     def begin(self) -> None:
         """A switch begins."""
         self._ratios.clear()
+        self._moving = 0
+
+    def wants_plain(self) -> bool:
+        """Asked for each plan that could move something: this one shall not.
+
+        Without such steps, a long switch would be judged by steps from before it, whose contexts were shorter: it
+        would look ever slower, move ever less and last ever longer.
+        """
+        self._moving = (self._moving + 1) % PLAIN_EVERY
+        return self._moving == 0
 
     def commit(self, step: int, record: Record) -> None:
         """Plan `step` will be the first of the new layout; its gap is the record's stall."""

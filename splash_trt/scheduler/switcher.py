@@ -291,6 +291,8 @@ class Switcher:
     def _migrate(self, step: int, sent: int, now: float) -> None:
         """As much as the budget allows."""
         assert self._record is not None
+        if self._meter.wants_plain():
+            return
         if self._movement.fill(self.budget_bytes, self._record):
             self._last_work = step
         if self._movement.all_planned:

@@ -122,3 +122,24 @@ def test_without_gaps_to_compare_the_stall_is_unknown() -> None:
     meter.commit(1, found)
     meter.step(plan(1), result(1, gaps=(0.5,)), False)
     assert found.stall_s is None
+
+
+def test_one_of_sixteen_steps_of_a_switch_moves_nothing() -> None:
+    meter = Meter()
+    meter.begin()
+    wants = [meter.wants_plain() for _ in range(48)]
+    assert [i for i, plain in enumerate(wants) if plain] == [15, 31, 47]
+
+
+def test_a_long_switch_is_judged_by_its_own_plain_steps() -> None:
+    """Steps get slower as contexts grow, whether they move anything or not: the ratio stays at one."""
+    meter = Meter()
+    for number in range(40):
+        meter.step(plan(number), result(number, 1.0), False)
+    meter.begin()
+    ratios = []
+    for number in range(40, 640):
+        seconds = 1.0 + (number - 40) * 0.002
+        ratios.append(meter.step(plan(number), result(number, seconds), not meter.wants_plain()))
+    late = [ratio for ratio in ratios[400:] if ratio is not None]
+    assert max(late) < 1.2, "judged by steps from before the switch it would be above two"
