@@ -26,6 +26,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Parts of a context that the merge reads at a time.
 MERGE_BLOCK = 16
+# From so many queries on, several programs have to share a multiprocessor.
+MANY_QUERIES = 32
 # Rows that a program asks the L2 for while the kernel before it ends.
 AHEAD = tl.constexpr(128)
 
@@ -105,7 +107,7 @@ def decode_kernel(
     lse, lse_stride, lse_split_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr = 1, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     query = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -217,17 +219,22 @@ class DecodeConfig:
     """Blocks that a row's latent columns are taken in."""
 
 
-def choose_config(heads: int, item_bytes: int, shared_bytes: int, is_hopper: bool) -> DecodeConfig:
+def choose_config(
+    heads: int, item_bytes: int, shared_bytes: int, is_hopper: bool, queries: int = MANY_QUERIES
+) -> DecodeConfig:
     """For rows of 576 numbers; `shared_bytes` is what a block can get at most.
 
-    Triton asks for the tile after next once a tile is done, so that less than three stages overlap nothing, and only
-    several programs on one multiprocessor do. Three stages of 64 rows do not fit into Hopper's shared memory.
+    Triton asks for the tile after next once a tile is done, so that less than three stages overlap little, and only
+    several programs on one multiprocessor do. Three stages of 64 rows do not fit into Hopper's shared memory; still,
+    few queries are faster so, since the scores of 64 rows are left to the tensor cores alone, which few others use.
     """
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     if item_bytes > 2:
         return DecodeConfig(16, 16, 4, 1, 2)
     if is_hopper and block_h == 64:
         return DecodeConfig(64, 32, 8, 3, 1)
+    if is_hopper and queries < MANY_QUERIES:
+        return DecodeConfig(block_h, 64, 4, 2, 1)
     if is_hopper:
         return DecodeConfig(block_h, 32, 4, 3, 2)
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
@@ -239,7 +246,7 @@ def device_config(q: torch.Tensor) -> DecodeConfig:
         return DecodeConfig(16, 32, 4, 1, 1)
     properties = torch.cuda.get_device_properties(q.device)
     shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
-    return choose_config(heads, item, shared, torch.version.hip is None and properties.major == 9)
+    return choose_config(heads, item, shared, torch.version.hip is None and properties.major == 9, len(q))
 
 
 def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:

@@ -7,7 +7,13 @@ import dataclasses
 from splash_plugins.absorb.kernel import BLOCK_L, absorb_kernel
 from splash_plugins.few_rows.kernel import CHUNK, PARTS, gated_kernel, linear_kernel
 from splash_plugins.latent_rows.kernel import latent_rows_kernel
-from splash_plugins.mla_attention.decode_kernel import choose_config, decode_kernel, merge_kernel
+from splash_plugins.mla_attention.decode_kernel import (
+    MANY_QUERIES,
+    DecodeConfig,
+    choose_config,
+    decode_kernel,
+    merge_kernel,
+)
 from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
 from splash_plugins.rope_q.kernel import rope_q_kernel
 from splash_plugins.value_up.kernel import BLOCK_V, merge_up_kernel, value_up_kernel
@@ -50,17 +56,21 @@ def _kernel(
     )
 
 
+def _decode(config: DecodeConfig, overlap: bool) -> Kernel:
+    attend = {"HEADS": HEADS, "LATENT": LATENT, "ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_L": 512, "BLOCK_R": 64}
+    blocks = {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "PARTS": config.parts}
+    kernel = _kernel(decode_kernel, {**attend, **blocks}, overlap, config.num_warps, config.num_stages)
+    # Parts of a context are float32.
+    return dataclasses.replace(kernel, types={**kernel.types, "out": "*fp32"})
+
+
 def kernels(target: Target) -> list[Kernel]:
-    config = choose_config(HEADS, 2, target.shared_bytes, target.name == "sm_90")
+    is_hopper = target.name == "sm_90"
+    config, few_queries = (choose_config(HEADS, 2, target.shared_bytes, is_hopper, n) for n in (MANY_QUERIES, 1))
     tile = {"HEADS": HEADS, "LATENT": LATENT, "BLOCK_N": config.block_n}
-    attend = {"ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_H": config.block_h, "BLOCK_L": 512, "BLOCK_R": 64}
-    attend["PARTS"] = config.parts
     heads = {"HEADS": 20, "NOPE": NOPE, "LATENT": LATENT, "R": ROPE, "INTERLEAVED": True}
     row = {"Q": QUERY_LATENT, "L": LATENT, "R": ROPE, "INTERLEAVED": True}
     overlap = target.is_nvidia and int(target.arch) >= 90
-    decode = _kernel(decode_kernel, {**tile, **attend}, overlap, config.num_warps, config.num_stages)
-    # Parts of a context are float32.
-    decode = dataclasses.replace(decode, types={**decode.types, "out": "*fp32"})
     product = {"LATENT": LATENT, "BLOCK_A": 16}
     up = {"VALUE": VALUE, "BLOCK_L": LATENT, "BLOCK_V": BLOCK_V}
     absorb = {
@@ -78,7 +88,7 @@ def kernels(target: Target) -> list[Kernel]:
         _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, overlap, norm_warps(HIDDEN)),
         _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, overlap, norm_warps(1024)),
         _kernel(rope_q_kernel, {**heads, "ROWS": 64, "BLOCK_R": 32, "IN_PLACE": True}, overlap, 4),
-        decode,
+        *(_decode(one, overlap) for one in dict.fromkeys((config, few_queries))),
         _kernel(merge_kernel, {**tile, "BLOCK_S": 16, "BLOCK_L": 128}, overlap, 4),
         _kernel(absorb_kernel, absorb, overlap, 4),
         _kernel(value_up_kernel, {**product, **up}, overlap, 4),
