@@ -285,9 +285,11 @@ def time_products(tokens: int, num: int = 40) -> None:
             w = w.transpose(1, 2).contiguous().transpose(1, 2)
         x, out = normal(tokens, depth), normal(tokens, columns)
         times = [time_few(lambda n: torch.mm(x, w[n].t(), out=out), num)]  # noqa: B023
-        for wanted, width in itertools.product((False, True), (8, 16, 32)):
+        cuts = ((8, 8), (16, 8), (32, 8)) if depth > 1024 else ((16, 8), (8, 4), (16, 4), (32, 4))
+        for wanted, (width, parts) in itertools.product((False, True), cuts):
             with overlapping(wanted):
-                times.append(time_few(lambda n: linear(x, w[n], out, columns=width), num))  # noqa: B023
+                cut = {"columns": width, "parts": parts}
+                times.append(time_few(lambda n: linear(x, w[n], out, **cut), num))  # noqa: B023
         print(f"T {tokens} {name}: " + " ".join(f"{us:.1f}" for us in times))
     x, w = normal(tokens, HIDDEN), normal(num, 2, 768, HIDDEN)
     times = [time_few(lambda n: silu_mul(torch.mm(x, w[n].flatten(0, 1).t())), num)]

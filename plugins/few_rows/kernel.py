@@ -102,13 +102,15 @@ def _fits(x: torch.Tensor) -> bool:
     return len(x) <= MOST_ROWS and x.shape[1] <= MOST_DEPTH and x.dtype.itemsize <= 2
 
 
-def _tile(rows: int, depth: int) -> dict[str, int]:
-    chunk = min(CHUNK, max(16 * PARTS, triton.next_power_of_2(depth)))
+def _tile(rows: int, depth: int, parts: int = PARTS) -> dict[str, int]:
+    chunk = min(CHUNK, max(16 * parts, triton.next_power_of_2(depth)))
     block_t = max(16, triton.next_power_of_2(rows))
-    return {"DEPTH": depth, "BLOCK_T": block_t, "CHUNK": chunk, "PARTS": PARTS, "num_warps": PARTS}
+    return {"DEPTH": depth, "BLOCK_T": block_t, "CHUNK": chunk, "PARTS": parts, "num_warps": parts}
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int | None = None) -> None:
+def linear(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int | None = None, parts: int = PARTS
+) -> None:
     """As plugins/few_rows/reference.py; x and out are contiguous in their last axes, w in one of its two."""
     rows, depth = x.shape
     if rows == 0:
@@ -120,7 +122,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int 
         return
     linear_kernel[(triton.cdiv(len(w), columns),)](
         x, x.stride(0), rows, w, w.stride(0), w.stride(1), len(w), out, out.stride(0),
-        BLOCK_N=columns, **_tile(rows, depth), **overlap(x),
+        BLOCK_N=columns, **_tile(rows, depth, parts), **overlap(x),
     )  # fmt: skip
 
 
