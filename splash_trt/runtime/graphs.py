@@ -69,7 +69,9 @@ class Forward:
         """plain: every wanted token is to be chosen, by temperature alone."""
         host = self._builder.build(plan)
         key = (host.shape, plain)
-        if not (self._capture and host.padded) or (key not in self._graphs and key not in self._met):
+        if not (self._capture and host.padded):
+            return self._run(self._upload(host, fixed=False), plain)
+        if key not in self._graphs and key not in self._met:
             # The first time compiles and loads every kernel, which a capture cannot.
             self._met.add(key)
             return self._run(self._upload(host, fixed=False), plain)
