@@ -20,7 +20,7 @@ import triton.language as tl
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, attention_parts, decode, device_config, splits_for
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
-MOST_QUERIES = 64
+MOST_QUERIES = 32
 BLOCK_V = 32
 # Parts of more queries are merged in a launch of their own, with more programs.
 MOST_FUSED = 2
