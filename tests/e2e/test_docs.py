@@ -182,6 +182,7 @@ def test_servers_could_start(block: Block, engine: Path, tmp_path: Path, monkeyp
     words = shlex.split(block.text, comments=True)
     arguments = words[words.index("splash-trt") + 2 :]
     fields = serve_command.make_context("serve", arguments).params
+    del fields["load"]  # another name of dummy_weights
     http = take_settings(fields)
     options = ServeOptions(**{**fields, "ranks": fields["ranks"] or 1, "http": http})
     options.check()
