@@ -46,3 +46,16 @@ class BlockTables:
         for pages, changes in ((self.all_pages, plan.tables), (self._all_targets, plan.target_tables)):
             pages[changes[:, 0], changes[:, 1], changes[:, 2]] = changes[:, 3]
         return begins
+
+    def own_changes(self, plan: Plan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """Of this rank's block tables and of its target tables, once the plan is applied: (places [n] int64 in the
+        flat table, what they hold now [n] int32).
+
+        A plan may change a place twice (a page that is new in a target table and moved by compaction): it comes twice
+        with the last value, since a device writes both in any order.
+        """
+        return self._own(plan.tables, self.pages), self._own(plan.target_tables, self.target_pages)
+
+    def _own(self, changes: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        slot, index = changes[changes[:, 0] == self._rank, 1:3].T
+        return slot.astype(np.int64) * pages.shape[1] + index, pages[slot, index]

@@ -141,13 +141,10 @@ class DeviceRunner:
             self.weights.residency = SPECS[plan.layout].residency
             # Not swapped: graphs know the address of the first.
             self._state.tables.copy_(self._target_tables)
-        for tables, changes in ((self._state.tables, plan.tables), (self._target_tables, plan.target_tables)):
-            mine = changes[changes[:, 0] == self._peers.rank]
-            if len(mine):
-                index, page = self._upload.plain(
-                    mine[:, 1].astype(np.int64) * tables.shape[1] + mine[:, 2], np.ascontiguousarray(mine[:, 3])
-                )
-                tables.view(-1).index_copy_(0, index, page)
+        both = (self._state.tables, self._target_tables)
+        for tables, (place, page) in zip(both, self._tables.own_changes(plan), strict=True):
+            if len(place):
+                tables.view(-1).index_copy_(0, *self._upload.plain(place, page))
         return new_epoch
 
     def _compute(self, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
@@ -193,6 +190,8 @@ class DeviceRunner:
             text = error.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
             status = torch.cat([status[:1], *self._upload.plain(np.frombuffer(text, np.float64))])
         status[:1].copy_(self._clock.gap())
+        # The step may have been a replayed graph, of whose meetings nothing is known here.
+        self._peers.begin()
         return self._peers.gather_small(status[None])
 
 
