@@ -14,7 +14,8 @@ with a meeting of its own gathers the slices.
 
 `begin` makes half 0 the current one. A step may have ended in either half, so its kernel meets the others: then all
 have done all operations of the step before, and both halves are free. A captured step, which begins with it, can so
-follow any other, captured or not.
+follow any other, captured or not. What follows a replayed one outside its graph begins with it too: replaying turns no
+half on the host.
 
 A rank that hangs leaves the others' kernels waiting on the device. Their hosts then wait for the step's end, which the
 watchdog bounds (dist/watchdog.py); it ends the processes, and with them the kernels.
@@ -234,7 +235,8 @@ class CudaPeers:
         latent, mine = out.shape[2], heads[self.rank]
         start = self._mailbox.place(out) + sum(heads[: self.rank]) * latent * out.itemsize
         back = out.new_empty((len(owner), mine, latent))
-        self._pick(self._bases, start, owner, place, back, mine * latent, stride=sum(heads) * latent)
+        stride, widest = sum(heads) * latent, max(heads) * latent
+        self._pick(self._bases, start, owner, place, back, mine * latent, stride=stride, widest=widest)
         return back
 
     def merge_parts(
@@ -311,9 +313,12 @@ class CudaPeers:
         sub_stride: int = 0,
         fill: bool = False,
         blocks: int | None = None,
+        widest: int | None = None,
     ) -> None:
-        block = _block(width, out.itemsize)
-        grid = self._grid(len(index) * -(-width // block), 1) if blocks is None else (blocks,)
+        """widest: any rank's width, where they differ; blocks: where len(index) does. The grid has to be the same."""
+        widest = width if widest is None else widest
+        block = _block(widest, out.itemsize)
+        grid = self._grid(len(index) * -(-widest // block), 1) if blocks is None else (blocks,)
         kernel.pick_rows_kernel[grid](
             self._bases,
             sources,
