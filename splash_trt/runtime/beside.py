@@ -9,7 +9,8 @@ import torch
 
 
 class Beside:
-    """What is enqueued under `run` may take place at any time from there to `join`.
+    """What is enqueued under `run` may take place at any time from there to `join`. Each `join` is of one `run`: a
+    stream that is captured cannot wait for another that it has given nothing to.
 
     Memory that it allocates is safe to use after `join` and dead at the next `run`, by which time everything that was
     enqueued before has happened.

@@ -31,7 +31,8 @@ class Peers(Protocol):
     size: int
 
     def begin(self) -> None:
-        """At the begin of a step, by all ranks: whatever the step before ended with, this one may follow."""
+        """By all ranks, at the begin of a step and of what follows one outside its program: any operation may follow,
+        whichever came last. A captured program's are unknown to whoever replays it."""
         ...
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -160,7 +160,8 @@ class Program:
         )
         if simulated is not None:
             choice = simulated
-        self._beside.join()
+        if shared is not None:
+            self._beside.join()
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
         self._k.grouped_experts(x, choice, weight, gate_up, down, self._first_expert, shared, out)
         return out
