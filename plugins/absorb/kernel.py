@@ -56,7 +56,7 @@ def absorb_kernel(
 def absorb(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, w_uk: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """As plugins/absorb/reference.py, but of more than 64 queries q's rope part is rotated in place.
+    """As plugins/absorb/reference.py.
 
     w_uk is contiguous, q and out in their last axes; cos and sin are float32, the rest of one dtype.
     """

@@ -99,8 +99,7 @@ class Shapes:
         most = int(plan.counts.max())
         if plan.absorbed.all():
             size = fit(most, self._decode)
-            fits = size is not None and len(plan.want_index) <= most * self._num_ranks
-            return self._decoding(plan.layout, size) if size is not None and fits else None
+            return None if size is None else self._decoding(plan.layout, size)
         absorbed = plan.absorbed[plan.row_of_token]
         spread = self._spread(plan.layout)
         here = int(np.bincount(ranks[absorbed], minlength=1).max()) if spread else int(absorbed.sum())

@@ -21,6 +21,8 @@ def test_absorb(device: str, queries: int, interleaved: bool, heads: int, nope: 
     w = torch.randn(heads, nope, latent, generator=g).to(device)
     angle = torch.randn(queries, rope // 2, generator=g).to(device) * 9
     got, want = (torch.full((queries, heads + 1, latent + rope), -77.0, device=device) for _ in range(2))
+    before = q.clone()
     reference.absorb(q, angle.cos(), angle.sin(), interleaved, w, want[:, :heads])
     absorb(q, angle.cos(), angle.sin(), interleaved, w, got[:, :heads])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(q, before), "queries that attend expanded are rotated later, where they stand"
