@@ -50,16 +50,16 @@ def sum_of_experts(
     the addend is added, then it is rounded, once.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
+    parts = x.new_zeros((*choice.shape, x.shape[1]))
+    for local in range(down.shape[0]):
+        token, place = torch.nonzero(choice == first_expert + local, as_tuple=True)
+        if len(token) == 0:
+            continue
+        gate, up = F.linear(x[token], gate_up[local].reshape(-1, x.shape[1])).chunk(2, dim=-1)
+        parts[token, place] = F.linear(F.silu(gate) * up, down[local])
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for j in range(choice.shape[1]):
-        for local in range(down.shape[0]):
-            token = torch.nonzero(choice[:, j] == first_expert + local).flatten()
-            if len(token) == 0:
-                continue
-            w = gate_up[local].reshape(-1, x.shape[1])
-            gate, up = F.linear(x[token], w).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, down[local])
-            total[token] += y.to(wide) * weight[token, j, None].to(wide)
+        total += parts[:, j].to(wide) * weight[:, j, None].to(wide)
     if addend is not None:
         total += addend.to(wide)
     out.copy_(total)
