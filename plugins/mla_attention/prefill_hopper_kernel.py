@@ -30,6 +30,7 @@ from splash_plugins.mla_attention.prefill_kernel import HEAD_GROUP, LOG2_E, PREF
 CHUNK = 64  # columns of a head dim that are copied together: 128 bytes, the widest swizzle
 STAGES = 2
 HALF = gl.constexpr(64)  # queries of a warpgroup
+_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 
@@ -101,7 +102,7 @@ def _issue_scores(q_buffer, k_buffer, k_full, block, half: gl.constexpr, layout:
 @gluon.jit
 def _release(barriers, block, DEPTH: gl.constexpr):
     # One thread arrives for the warpgroup, and each warp knows of its own products only.
-    gl.thread_barrier()
+    _meet()
     mbarrier.arrive(barriers.index(block % DEPTH), count=1)
 
 
