@@ -31,7 +31,8 @@ class Uploader:
         for index, part in enumerate(step.rounds):
             arrays |= {f"{name}.{index}": getattr(part, name) for name in _ROUND_FIELDS}
             tiles = self._tiles(part.segments)
-            missing = max(0, step.shape.tiles - len(tiles))
+            missing = step.shape.tiles - len(tiles) if step.padded else 0
+            assert missing >= 0, "a graph works through no more tiles than its shape has"
             arrays[f"tiles.{index}"] = np.pad(tiles, ((0, missing), (0, 0)), constant_values=_NO_TILE)
         found = self._copy(arrays, fixed)
         rounds = tuple(
