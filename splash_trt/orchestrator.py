@@ -27,8 +27,6 @@ from splash_trt.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:  # what is simulated needs no ranks, and no torch
     from splash_trt.worker import Worker
 
-DECIDE_EVERY = 4  # turns between two looks at the load
-
 
 def cost_policy(model: ModelConfig, config: EngineConfig, device: Device, objective: Objective) -> CostPolicy:
     """The policy of a deployment whose ranks run on such devices."""
@@ -92,7 +90,6 @@ class Orchestrator:
             scheduler.switcher.expect(policy.expected_s)
         self.observer: Observer | None = None
         """Told of every plan and its result."""
-        self._turns = 0
         self._in_flight: deque[tuple[Plan, Callable[[], StepResult]]] = deque()
 
     @classmethod
@@ -185,8 +182,7 @@ class Orchestrator:
 
     def _follow_load(self, now: float) -> tuple[Layout, Decision] | None:
         """Ask the policy, unless a layout is pinned or a switch is under way; (the present layout, its decision)."""
-        self._turns += 1
-        if self._policy is None or not self._auto or self.scheduler.switcher.busy or self._turns % DECIDE_EVERY:
+        if self._policy is None or not self._auto or self.scheduler.switcher.busy:
             return None
         scheduler = self.scheduler
         if not self._policy.wants_to_look(now, scheduler.num_running, scheduler.outlook.arrived_tokens):

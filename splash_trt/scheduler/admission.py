@@ -62,6 +62,7 @@ def place(
     final_pages: int,
     loads: RankLoads,
     target_for: Callable[[Placement], Placement | None],
+    ranks: np.ndarray | None = None,
 ) -> tuple[Placement, Placement | None] | None:
     """The placement for a request of num_pages now and final_pages at its longest, and its second one while a switch
     is under way (target_for); None while there is no room.
@@ -70,6 +71,8 @@ def place(
     """
     limits, room = directory.limits(), directory.free_pages() - reserve(loads.requests)
     for home in [0] if kind is PlacementKind.REPLICATED else loads.lightest_first():
+        if ranks is not None and home not in ranks:
+            continue
         placement = Placement(kind, home)
         target = target_for(placement)
         if kind is PlacementKind.OWNED and target is None:

@@ -9,6 +9,7 @@ that would soon have to be undone pays for both.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -19,6 +20,7 @@ from splash_trt.layout.spec import SPECS, PlacementKind
 from splash_trt.migration.budget import MAX_BUDGET_BYTES, scaled
 from splash_trt.migration.diff import Sizes
 from splash_trt.scheduler import transition
+from splash_trt.scheduler.admission import RESERVE_SHARE
 from splash_trt.scheduler.balance import rebalanced
 from splash_trt.scheduler.forecast import Past
 from splash_trt.scheduler.load import Load
@@ -166,7 +168,7 @@ class Comparer:
         if past is not None and past.step_s > 0:
             again = [_again(c, candidates, later, past, load.budget_bytes) for c in range(len(candidates))]
             candidates = [_with_past(c, phases, cost) for c, cost in zip(candidates, again, strict=True)]
-        gains = _gains(candidates, later, load.budget_bytes)
+        gains = _gains(candidates, later, load.budget_bytes, self._reaches)
         return Comparison(
             candidates=tuple(
                 replace(c, gain_s=gain, back_cost_s=back[0].cost_s, back_s=back[0].seconds(load.budget_bytes, step_s))
@@ -197,11 +199,35 @@ class Comparer:
         return Candidate(
             layout=layout,
             homes=homes,
-            fits=float(load.held.sum()) <= self._room[layout] or layout is load.layout,
+            fits=layout is load.layout or self._fits(load, layout, homes),
             switch=self._switch(load, load.layout, layout, homes, step_s),
             times=times,
             costs=tuple(costs),
         )
+
+    def _fits(self, load: Load, target: Layout, homes: np.ndarray) -> bool:
+        """There is room for what is held now: there, and on the way, unless that is by DOP, where replicas go first."""
+        if float(load.held.sum()) > self._room[target]:
+            return False
+        sizes, source = self._sizes, load.layout
+        if transition.needs_way_station(source, target, load.used_pages, sizes):
+            return True
+        pages = np.bincount(homes, -(-load.held // sizes.page_tokens), load.num_ranks)
+        need = transition.pages_meanwhile(source, target, pages)
+        before, after = (np.array(sizes.pages[SPECS[layout].residency]) for layout in (source, target))
+        grows = (need > transition.pages_meanwhile(source, source, pages)) | (after < before)
+        return not (grows & (need + load.running // RESERVE_SHARE > np.minimum(before, after))).any()
+
+    def _reaches(self, source: Candidate, target: Candidate, phase: int) -> bool:
+        """Whether there will be room to go from one to the other after a phase."""
+        if source is target:
+            return True
+        held, n = source.times[phase].held, self._config.num_ranks
+        kinds = {SPECS[candidate.layout].placement for candidate in (source, target)}
+        if kinds == {PlacementKind.OWNED, PlacementKind.STRIPED}:
+            held = float(transition.pages_meanwhile(source.layout, target.layout, np.full(n, held / n)).sum())
+            return held <= min(self._room[source.layout], self._room[target.layout])
+        return held <= self._room[target.layout]
 
     def _switch(self, load: Load, source: Layout, target: Layout, homes: np.ndarray, step_s: float) -> Switch:
         """From `source`, as the requests lie there now."""
@@ -240,9 +266,7 @@ class Comparer:
         return Later(cost, moved.busiest, transition.FEW_STEPS)
 
 
-def _again(
-    index: int, candidates: list[Candidate], later: list[list[Later]], past: Past, budget_bytes: int
-) -> float:
+def _again(index: int, candidates: list[Candidate], later: list[list[Later]], past: Past, budget_bytes: int) -> float:
     """What the work of late costs when it comes again and finds the layout of candidates[index]."""
     here = past.seconds[candidates[index].layout]
 
@@ -270,12 +294,15 @@ def _within(stay: Candidate, horizon_s: float) -> int:
     return int((begins < horizon_s).sum()) if stay.times else 0
 
 
-def _gains(candidates: list[Candidate], later: list[list[Later]], budget_bytes: int) -> list[float]:
+Reaches = Callable[[Candidate, Candidate, int], bool]
+
+
+def _gains(candidates: list[Candidate], later: list[list[Later]], budget_bytes: int, reaches: Reaches) -> list[float]:
     """Of each candidate: staying for the first phase, less going there now."""
     num = len(candidates)
     if not candidates[0].costs:
         return [0.0] * num
-    best = _best(candidates, later, budget_bytes)
+    best = _best(candidates, later, budget_bytes, reaches)
     gains = [0.0]
     for c in range(1, num):
         there = candidates[c]
@@ -283,7 +310,9 @@ def _gains(candidates: list[Candidate], later: list[list[Later]], budget_bytes: 
     return gains
 
 
-def _best(candidates: list[Candidate], later: list[list[Later]], budget_bytes: int) -> list[list[float]]:
+def _best(
+    candidates: list[Candidate], later: list[list[Later]], budget_bytes: int, reaches: Reaches
+) -> list[list[float]]:
     """[p][c]: the least that phases p, p + 1 … cost if candidate c serves phase p. later[c][d]: from c to d."""
     num_phases, num = len(candidates[0].costs), len(candidates)
     best = [[0.0] * num for _ in range(num_phases)]
@@ -301,7 +330,8 @@ def _best(candidates: list[Candidate], later: list[list[Later]], budget_bytes: i
         for c, candidate in enumerate(candidates):
             best[p][c] = candidate.costs[p]
             if p + 1 < num_phases:
-                best[p][c] += min(onward(p + 1, c, d) for d in range(num) if d == c or candidates[d].fits)
+                open_to = (d for d in range(num) if reaches(candidate, candidates[d], p))
+                best[p][c] += min(onward(p + 1, c, d) for d in open_to)
     return best
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from splash_trt.config import Layout
 
 KEPT = 512  # of the latest lengths
+SIZES = 40  # of prompts, by powers of two
 PRIOR_WEIGHT = 4.0  # lengths that the rule of thumb counts as
+ALIKE = 1.2  # lengths of prompts that differ by less are taken together
 ENOUGH = 4  # lengths with like prompts, to go by them alone
 
 
@@ -84,6 +86,25 @@ def _size(prompt_tokens: int) -> int:
     return int(np.log2(max(prompt_tokens, 1))) // 2
 
 
+Halves = tuple[tuple[float, float], ...]
+"""Prompts in two classes, the shorter ones and the longer ones, so that each has about half of the tokens: (share of
+the tokens, length of the prompt that one of them belongs to, on average). One class where all are alike."""
+
+
+def halves(tokens: np.ndarray, squares: np.ndarray) -> Halves:
+    """Of sums [K] over prompts of about one length each, by rising length: their tokens, and the squares of these."""
+    tokens, squares = tokens[tokens > 0], squares[tokens > 0]
+    if not len(tokens):
+        return ()
+    total = float(tokens.sum())
+    split = int(np.abs(np.cumsum(tokens) - total / 2).argmin()) + 1
+    low, high = float(tokens[:split].sum()), float(tokens[split:].sum())
+    short, long = float(squares[:split].sum()) / low, float(squares[split:].sum()) / max(high, 1.0)
+    if long < ALIKE * short:
+        return ((1.0, float(squares.sum()) / total),)
+    return (low / total, short), (high / total, long)
+
+
 @dataclass(frozen=True)
 class Arriving:
     """What comes, if it goes on as it has of late."""
@@ -92,15 +113,15 @@ class Arriving:
     """Requests."""
     tokens_s: float
     """Of their prompts."""
-    prompt: float
-    """Tokens of the prompt that one of these tokens belongs to."""
+    prompts: Halves
     most_tokens: float
     """As many as have come: what has lasted some time is not taken to last for longer than that again."""
 
 
 class Arrivals:
     """Requests that came in the last SECONDS, without the BURSTS fullest of these: what comes all at once says nothing
-    of what will follow. The longer nothing comes, by the usual gap, the less is expected to."""
+    of what will follow. The longer nothing comes, by the usual gap, the less is expected to, of each size of prompts by
+    itself."""
 
     SECONDS = 30
     BURSTS = 2
@@ -120,31 +141,32 @@ class Arrivals:
         last = self._seconds[-1]
         last.count += 1
         last.tokens += prompt_tokens
-        last.squares += prompt_tokens**2
-        last.longest = max(last.longest, prompt_tokens)
+        size = prompt_tokens.bit_length()
+        last.tokens_of[size] += prompt_tokens
+        last.squares_of[size] += float(prompt_tokens) ** 2
         self._forget(second)
 
     def rates(self, now: float) -> Arriving:
         """At `now`, on the clock of `add`."""
         self._forget(int(now))
         kept = sorted(self._seconds, key=lambda s: (-s.count, s.tokens))[self.BURSTS :]
-        tokens, squares = sum(s.tokens for s in kept), sum(s.squares for s in kept)
-        if not tokens:
-            return Arriving(0.0, 0.0, 0.0, 0.0)
+        if not kept:
+            return Arriving(0.0, 0.0, (), 0.0)
         # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
         span = max(min(now - (self._begin or 0), self.SECONDS) - self.BURSTS, self.SECONDS / 3)
-        prompt = squares / tokens
-        alive = self._alive(kept, now, span)
-        long_alive = self._alive([s for s in kept if s.longest >= prompt / 2], now, span)
-        count = sum(s.count for s in kept)
-        return Arriving(alive * count / span, long_alive * tokens / span, prompt, long_alive * tokens)
+        of_size = np.array([s.tokens_of for s in kept])  # [seconds, SIZES]
+        came, second = of_size > 0, np.array([[s.second] for s in kept])
+        alive = self._alive(came.sum(0), np.where(came, second, second.min()).max(0), now, span)
+        tokens, squares = alive * of_size.sum(0), alive * sum(s.squares_of for s in kept)
+        going = self._alive(np.array([len(kept)]), second.max(0), now, span)
+        per_s = float(going[0]) * sum(s.count for s in kept) / span
+        return Arriving(per_s, float(tokens.sum()) / span, halves(tokens, squares), float(tokens.sum()))
 
-    def _alive(self, seconds: list[_Second], now: float, span: float) -> float:
-        """The chance that those who came in `seconds` will come again: Bayes, for a source that comes by chance and
-        either goes on or has ended since."""
-        silent = max(now - max(s.second for s in seconds) - 1.0, 0.0)
-        gap = span / len(seconds)
-        return 1 / (1 + self.ENDS * math.exp(min(silent / gap, 50.0)))
+    def _alive(self, seconds: np.ndarray, last: np.ndarray, now: float, span: float) -> np.ndarray:
+        """[K] the chance that those who came in so many seconds [K], in the second `last` [K] for the last time, will
+        come again: Bayes, for a source that comes by chance and either goes on or has ended since the last one."""
+        silent = np.maximum(now - last - 1.0, 0.0)
+        return 1 / (1 + self.ENDS * np.expm1(np.minimum(silent * seconds / span, 50.0)))
 
     def _forget(self, second: int) -> None:
         while self._seconds and self._seconds[0].second <= second - self.SECONDS:
@@ -156,8 +178,9 @@ class _Second:
     second: int
     count: int = 0
     tokens: int = 0
-    squares: int = 0
-    longest: int = 0
+    tokens_of: np.ndarray = field(default_factory=lambda: np.zeros(SIZES))
+    squares_of: np.ndarray = field(default_factory=lambda: np.zeros(SIZES))
+    """[SIZES] sums over prompts of so many bits in their length."""
 
 
 class Past:

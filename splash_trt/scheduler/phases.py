@@ -6,18 +6,21 @@ Requests that keep arriving are a part of every phase. R running requests, N ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
-from splash_trt.layout.spec import SPECS, PlacementKind
+from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
 from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.forecast import Halves, halves
 from splash_trt.scheduler.load import Load
 
 LIVES = (0.0, 0.4, 1.5, 4.0)  # bounds of the decoding phases, in mean remaining lives of the running requests
 FULL = 0.97  # of the cache: beyond it requests get in each other's way
+PLACES = 64  # in the longest prompt
 RARE = 0.01  # share of steps below which the 99th percentile does not see them
 
 
@@ -33,13 +36,17 @@ class Phase:
     """Further requests that take part where there is room for them."""
     joining_context: float
     """Cache rows of one of them, about half way through its life."""
+    answer: float
+    """Tokens of output of one of them."""
     tokens: float
     """Output to be made by all of them."""
     prefill_tokens: float
-    prompt: float
-    """Tokens of the prompt that one of prefill_tokens belongs to, on average."""
+    prompts: Halves
+    """Those that prefill_tokens belong to."""
     owners: float
     """So many owners share prefill_tokens evenly, in effect: one prompt has one."""
+    farthest: float
+    """How far into its prompt the one of them is that is farthest, on average, when each computes one of its own."""
     arriving_s: float = 0.0
     """Prompt tokens per second, where prefill_tokens are yet to come; 0: they are there."""
     presence: float = 1.0
@@ -58,6 +65,8 @@ class Time:
     """The step that only one in a hundred exceeds: what a running request waits for its next token."""
     concurrency: float
     """Requests that run at once."""
+    held: float
+    """Cache rows of theirs."""
 
 
 def phases_of(load: Load, step_s: float) -> list[Phase]:
@@ -73,10 +82,12 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                 context=context.astype(np.float64),
                 joining=load.waiting,
                 joining_context=load.waiting_tokens / max(load.waiting, 1) + load.waiting_left / 2,
+                answer=max(load.waiting_left, 1.0),
                 tokens=load.waiting * load.waiting_left,
                 prefill_tokens=prefill,
-                prompt=float((prompts**2).sum()) / prefill,
-                owners=_owners(prompts, load.num_ranks),
+                prompts=halves(ranked := np.sort(prompts), ranked**2),
+                owners=(owners := _owners(prompts, load.num_ranks)),
+                farthest=_farthest(prompts, round(owners)),
                 ends=0.0 if load.running else 1.0,
             )
         )
@@ -99,10 +110,12 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
                     context=context + middle,
                     joining=newcomers,
                     joining_context=prompt + load.waiting_left / 2,
+                    answer=max(load.waiting_left, 1.0),
                     tokens=steps * (max(expected, 1.0) + newcomers),
                     prefill_tokens=tokens,
-                    prompt=arriving.prompt,
+                    prompts=arriving.prompts,
                     owners=1.0,
+                    farthest=0.0,
                     arriving_s=arriving.tokens_s,
                     presence=min(expected + newcomers, 1.0),
                     ends=ending,
@@ -119,6 +132,23 @@ def _owners(prompts: np.ndarray, num_ranks: int) -> float:
     longer = float(prompts[long].sum())
     busiest = (total - longer) / num_ranks + (longer / min(int(long.sum()), num_ranks) if longer else 0.0)
     return total / busiest
+
+
+def _farthest(prompts: np.ndarray, owners: int) -> float:
+    """The largest, on average, of so many draws of a token's place in its prompt, from all tokens of `prompts` [P]."""
+    ranked = np.sort(prompts)
+    places = np.linspace(0.0, ranked[-1], PLACES + 1)
+    shorter = np.searchsorted(ranked, places, side="right")
+    # Tokens at a place or before it: the shorter prompts whole, and so many of each other one.
+    before = np.append(0.0, np.cumsum(ranked))[shorter] + places * (len(ranked) - shorter)
+    beyond = 1 - (before / before[-1]) ** owners
+    return float(((beyond[1:] + beyond[:-1]) / 2).sum() * places[1])
+
+
+def computes_alone(layout: Layout) -> bool:
+    """Whether a prompt is computed by its owner alone, so that several are computed side by side."""
+    spec = SPECS[layout]
+    return spec.placement is PlacementKind.OWNED and spec.tokens is Tokens.SPREAD
 
 
 def homes_under(layout: Layout, load: Load) -> np.ndarray:
@@ -152,44 +182,65 @@ class Estimator:
         alive, running = phase.alive, float(phase.alive.sum())
         demand = float((alive * phase.context).sum())
         room = FULL * self._room[layout]
-        joining = 0.0
+        joining, at_once = 0.0, 1.0  # at_once: the share of those that join for which there is room now
         prefill = phase.prefill_tokens
         if demand > room:  # some have to give their cache up, and are computed again later
+            phase = phase if phase.prompts else replace(phase, prompts=((1.0, max(demand / running, 1.0)),))
             prefill += demand - room
             alive = alive * (room / demand)
             running = float(alive.sum())
         elif phase.joining:
             places = min((room - demand) / max(phase.joining_context, 1.0), self._config.max_running - running)
             joining = min(phase.joining, max(places, 0.0 if running else 1.0))
+            at_once = joining / phase.joining
         concurrency = running + joining
-        decode = self._batch(phase, layout, homes, alive, joining, 0.0)
-        decode_s = self.cost.step_s(decode) if concurrency else 0.0
+        decode_s = self.cost.step_s(self._batch(phase, layout, homes, alive, joining)) if concurrency else 0.0
         steps = phase.tokens / concurrency if concurrency else 0.0
-        mixed, mixed_s = 0.0, 0.0
-        if prefill > 0:
-            most = max(self._config.max_batch_tokens - concurrency, 1.0)
-            chunk = min(most, max(phase.prefill_tokens, 1.0))
-            if phase.arriving_s:  # a step computes what came during the one before
-                chunk = min(most, max(phase.prompt, phase.arriving_s * decode_s))
-            # Those that wait for their prompts to be computed do not decode yet.
-            mixed_s = self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, chunk))
-            if phase.arriving_s * mixed_s > 1.2 * chunk:
-                chunk = min(most, phase.arriving_s * mixed_s)
-                mixed_s = self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, chunk))
-            mixed = prefill / chunk
-        seconds = mixed * mixed_s + max(steps - mixed, 0.0) * decode_s
+        most = max(self._config.max_batch_tokens - concurrency, 1.0)
+        seconds = mixed = p99_s = 0.0
+        for part in _parts(phase, prefill, at_once, concurrency, decode_s, most):
+            part, mean_s, longest_s = self._mixed(phase, layout, homes, alive, part, most)
+            mixed += part.tokens / part.chunk
+            seconds += part.tokens / part.chunk * mean_s
+            p99_s = max(p99_s, longest_s)
         total = max(steps, mixed, 1e-9)
         return Time(
-            seconds=seconds * phase.presence,
+            seconds=(seconds + max(steps - mixed, 0.0) * decode_s) * phase.presence,
             steps=total * phase.presence,
-            p99_step_s=mixed_s if mixed / total > RARE else decode_s,
+            p99_step_s=p99_s if mixed / total > RARE else decode_s,
             concurrency=concurrency,
+            held=min(demand, room) + joining * phase.joining_context,
         )
 
+    def _mixed(
+        self, phase: Phase, layout: Layout, homes: np.ndarray, alive: np.ndarray, part: _Part, most: float
+    ) -> tuple[_Part, float, float]:
+        """(`part` with what a step has of it in the end, the mean time of these steps, the longest class's). What comes
+        while such a step lasts is what the next one has; beyond `most`, prompts queue at more and more owners."""
+        alone, ranks = computes_alone(layout), self._config.num_ranks
+        while True:
+            # Long and short prompts have steps of their own, unless owners compute them side by side.
+            mixed = alone and part.owners > 1
+            classes = ((1.0, sum(share * p for share, p in phase.prompts)),) if mixed else phase.prompts
+            # Those that wait for their prompts to be computed do not decode yet.
+            times = [self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, part, p)) for _, p in classes]
+            mean_s = sum(share * s for (share, _), s in zip(classes, times, strict=True))
+            full, comes = part.chunk >= most, part.per_s * mean_s
+            if comes <= 1.2 * part.chunk or full and not (alone and part.owners < ranks):
+                return part, mean_s, max(times)
+            part = part.growing(comes, 2 * part.owners if full else 0.0, most)
+
     def _batch(
-        self, phase: Phase, layout: Layout, homes: np.ndarray, alive: np.ndarray, joining: float, chunk: float
+        self,
+        phase: Phase,
+        layout: Layout,
+        homes: np.ndarray,
+        alive: np.ndarray,
+        joining: float,
+        part: _Part | None = None,
+        prompt: float = 1.0,
     ) -> Batch:
-        """A step of the phase: one token of each that decodes, and `chunk` tokens of prompts."""
+        """A step of the phase: one token of each that decodes, and what `part` has of prompts of one length."""
         n = self._config.num_ranks
         tokens: np.ndarray = np.bincount(homes, alive, n)
         context: np.ndarray = np.bincount(homes, alive * phase.context, n)
@@ -202,14 +253,18 @@ class Estimator:
                 more = level(tokens, joining)
             tokens, context = tokens + more, context + more * phase.joining_context
         prefill, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
-        if chunk:
-            prompt = max(phase.prompt, 1.0)
-            at_once = max(chunk / prompt, 1.0)  # prompts in one chunk
-            ranks = 1 if replicated else int(min(max(round(phase.owners if phase.owners > 1 else at_once), 1), n))
-            middle = min((prompt + min(chunk, prompt)) / 2, prompt)  # where a chunk ends, on average
-            prefill[:ranks] = chunk / ranks
-            pairs[:ranks] = chunk / ranks * prompt / 2
-            reached[:ranks] = at_once / ranks * middle
+        if part is not None:
+            chunk, alone = part.chunk, computes_alone(layout)
+            ranks = 1 if replicated else min(max(round(part.owners if alone else chunk / prompt), 1), n)
+            share = chunk / ranks
+            run = share if alone else chunk  # tokens that are taken from prompts one after the other
+            prefill[:ranks] = share
+            before = np.full(ranks, prompt / 2)  # of the prompt, on average
+            if alone and ranks > 1:  # all wait for the one that is farthest in its prompt
+                before[0] = max(part.farthest, prompt / 2)
+            pairs[:ranks] = share * before
+            # Each chunk reaches all that comes before it: prompts side by side are cut into more of them.
+            reached[:ranks] = share / min(run, prompt) * (before + min(run, prompt) / 2)
         return Batch(
             layout=layout,
             decode_tokens=tokens,
@@ -217,9 +272,52 @@ class Estimator:
             prefill_tokens=prefill,
             prefill_pairs=pairs,
             prefill_context=reached,
-            sampled=int(np.ceil(tokens.sum())) + bool(chunk),
+            sampled=int(np.ceil(tokens.sum())) + (part is not None),
             decode_longest=int(phase.context.max(initial=0.0)) if len(homes) else 0,
         )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of prompts that are computed in the same way."""
+
+    tokens: float
+    """All of them."""
+    chunk: float
+    """What a step computes of them, if it does at all."""
+    owners: float
+    """So many share it, where each computes prompts of its own."""
+    prompt: float
+    """What a prompt has of them, on average, but at most what a step takes."""
+    farthest: float = 0.0
+    per_s: float = 0.0
+    """So many come in a second; 0: all are there."""
+
+    def growing(self, comes: float, owners: float, most: float) -> _Part:
+        """With what a step has that has any, where so many tokens come during one, by chance; owners: at least."""
+        number = max(comes, 1.0) / self.prompt
+        number = max(number / -math.expm1(-number), owners)
+        return replace(self, chunk=min(number * self.prompt, most), owners=number)
+
+
+def _parts(
+    phase: Phase, prefill: float, at_once: float, concurrency: float, decode_s: float, most: float
+) -> list[_Part]:
+    """What a phase has of prompts. at_once: the share of them for which there is room now."""
+    if not prefill:
+        return []
+    length = 1 / sum(share / length for share, length in phase.prompts)
+    prompt = min(length, most)
+    one_by_one = _Part(prefill, prompt, 1.0, prompt, per_s=phase.arriving_s)
+    if at_once == 1.0 and phase.arriving_s:  # a step computes what came during the one before
+        return [one_by_one.growing(phase.arriving_s * decode_s, 1.0, most)]
+    chunk = min(max(phase.prefill_tokens, 1.0), most)
+    there = 0.0 if phase.arriving_s else prefill * at_once
+    found = [_Part(there, chunk, phase.owners, prompt, farthest=phase.farthest)] if there else []
+    if at_once < 1.0:  # others have to wait until those that run end
+        comes = length * concurrency / phase.answer
+        found.append(replace(one_by_one, tokens=prefill - there, per_s=0.0).growing(comes, 1.0, most))
+    return found
 
 
 def level(counts: np.ndarray, more: float) -> np.ndarray:

@@ -7,6 +7,7 @@ one: so a change is put off, but not for ever.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,7 @@ MAX_DOUBT = 16.0
 CALM_S = 120.0  # without a change: doubt halves
 RETURN_CHANCE = 0.5  # that the load will soon want the present layout again
 RETURN_LOSS = 0.2  # of the time that coming back takes: what is lost meanwhile
+STEP_SPAN_S = 5.0  # over which the time of a step is averaged: steps with prompts come now and then
 OBSERVE_EVERY = {True: 8, False: 2}  # of the steps that only decode, and of those with prompts
 
 
@@ -116,7 +118,7 @@ class CostPolicy:
         self._doubt = Doubt()
         self._past = Past()
         self._room = room
-        self._step_s = 0.0
+        self._seconds = self._steps = 0.0  # of the latest steps
         self._observed = {True: 0, False: 0}
         self._chunk = config.max_batch_tokens
         self._arrived = 0
@@ -131,7 +133,9 @@ class CostPolicy:
     def observe(self, plan: Plan, result: StepResult) -> None:
         if not plan.num_tokens:
             return
-        self._step_s += 0.2 * (result.seconds - self._step_s) if self._step_s else result.seconds
+        fade = math.exp(-result.seconds / STEP_SPAN_S)
+        self._seconds = self._seconds * fade + result.seconds
+        self._steps = self._steps * fade + 1
         decodes = bool(plan.absorbed.all())
         self._observed[decodes] += 1
         if self._observed[decodes] % OBSERVE_EVERY[decodes]:
@@ -141,6 +145,11 @@ class CostPolicy:
             self._cost.observe(batch, result.seconds)
         step_s = {layout: self._cost.step_s(batch.under(layout)) for layout in self._room}
         self._past.add(plan.layout, step_s, OBSERVE_EVERY[decodes])
+
+    @property
+    def _step_s(self) -> float:
+        """What a step takes now, with and without prompts, on average."""
+        return self._seconds / self._steps if self._steps else 0.0
 
     def expected_s(self, plan: Plan) -> float:
         return self._cost.step_s(Batch.of(plan, self._num_ranks))

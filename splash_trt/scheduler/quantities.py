@@ -158,19 +158,28 @@ class Quantities:
         decode = batch.decode_tokens
         x[_ABSORBED] = x[_READ] = x[_HERE] = decode
         if sums.rows:
-            x[_ROWS] = batch.decode_context * (sums.attended / sums.rows)
+            x[_ROWS] = self._own_rows(batch, sums)
         x[_INDEX_PAIRS] = x[_INDEX_ROWS] = batch.decode_context
         if sums.prefill:
             x[_HERE] += batch.prefill_tokens
             x[_INDEX_PAIRS] += batch.prefill_pairs
             self._prefill(x, sums, batch.prefill_tokens / sums.prefill, batch.prefill_context)
-            self._own_pairs(x, batch)
+            self._own_pairs(x, batch, sums)
 
-    def _own_pairs(self, x: np.ndarray, batch: Batch) -> None:
-        """Where a rank has its own requests only, the pairs are distributed as theirs, not as tokens."""
-        row = _PAIRS if x[_PAIRS].any() else _SPARSE_ROWS
-        total = x[row].sum()
-        x[row] = batch.prefill_pairs * (total / batch.prefill_pairs.sum())
+    def _own_pairs(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
+        """Where a rank has its own requests only, the pairs are distributed as theirs, not as tokens; and however long
+        theirs are, a token attends to no more rows than the indexer leaves."""
+        pairs = batch.prefill_pairs * (sums.pairs / batch.prefill_pairs.sum())
+        if sums.dense:
+            x[_PAIRS] = pairs
+        else:
+            x[_SPARSE_ROWS] = np.minimum(pairs, self._top_k * batch.prefill_tokens)
+
+    def _own_rows(self, batch: Batch, sums: _Sums) -> np.ndarray:
+        """[N] rows that decode tokens attend to where each rank has those of its own requests."""
+        if self._padded or math.isinf(self._top_k):
+            return batch.decode_context * (sums.attended / sums.rows)
+        return np.minimum(batch.decode_context, self._top_k * batch.decode_tokens)
 
     def _cp(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
         ranks = self._ranks
@@ -201,7 +210,7 @@ class Quantities:
         x[_ABSORBED] = sums.decode
         x[_READ] = decode
         if sums.rows:
-            x[_ROWS] = batch.decode_context * (sums.attended / sums.rows)
+            x[_ROWS] = self._own_rows(batch, sums)
         x[_CROSSING] = np.maximum(decode * (ranks - 1), sums.decode - decode) / ranks
         x[_INDEX_PAIRS] = x[_INDEX_ROWS] = batch.decode_context
         if sums.prefill:

@@ -272,9 +272,10 @@ class Scheduler:
         even share of prompts takes one more although together there are enough for the step.
         """
         num_ranks, total = self._config.num_ranks, sum(need)
+        share = room // num_ranks
         at = np.bincount(self._slots.home[slots], need, num_ranks) if alone else np.zeros(num_ranks)
         loads = None
-        while self._slots.any_free and (total < room or alone and (at < room // num_ranks).any()):
+        while self._slots.any_free and (total < room or alone and (at < share).any()):
             sequence = self._queue.peek(self._now)
             if sequence is None or sequence.last_row > self._done:  # preempted, and a token of it is still on its way
                 return
@@ -287,12 +288,11 @@ class Scheduler:
                 num_pages(sequence.limit, self._config.page_tokens),
                 loads,
                 self.switcher.target_for,
+                np.flatnonzero(at < share) if total >= room else None,
             )
             if found is None:
                 return
             home = found[0].home
-            if total >= room and at[home] >= room // num_ranks:
-                return
             self._open(sequence, *found)
             loads.add(home, num_tokens, num_tokens - len(sequence.request.prompt), sequence.limit)
             slots.append(sequence.slot)

@@ -86,6 +86,14 @@ def compacted_pages(source: Layout, target: Layout, held_pages: np.ndarray, size
     return int(np.ceil(held_pages * (before - after) / np.maximum(before, 1)).max())
 
 
+def pages_meanwhile(source: Layout, target: Layout, pages: np.ndarray) -> np.ndarray:
+    """[N] pages of each rank while what is held lies as both layouts want it, each page once; `pages` [N] by home."""
+    kinds = {SPECS[source].placement, SPECS[target].placement}
+    if PlacementKind.REPLICATED in kinds:
+        return np.full(len(pages), pages.sum())
+    return pages if len(kinds) == 1 else pages + (pages.sum() - pages) / len(pages)
+
+
 def needs_way_station(source: Layout, target: Layout, used_pages: np.ndarray, sizes: Sizes) -> bool:
     """Whether heads find no room beside the replicas, so that these are forgotten first, in DOP. used_pages [N]: held,
     and kept for those that run."""

@@ -10,10 +10,11 @@ import pytest
 
 from splash_trt.config import EngineConfig, Formats, Layout
 from splash_trt.memory.map import capacity, model_sizes
+from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.compare import Comparer, Goal, Objective
 from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.devices import BUILT_IN
-from splash_trt.scheduler.forecast import Arriving
+from splash_trt.scheduler.forecast import Arriving, halves
 from splash_trt.scheduler.load import Load
 from splash_trt.scheduler.phases import Estimator, homes_under, level, phases_of
 from splash_trt.scheduler.policy import LOOK_S, LOOKS, MAX_DOUBT, QUIET_LOOK_S, CostPolicy, Decision
@@ -36,7 +37,7 @@ CONFIG = EngineConfig(
 ROOM = {layout: capacity(MODEL, CONFIG, layout).total_tokens for layout in Layout}
 SIZES = model_sizes(MODEL, CONFIG)
 COST = CostModel(MODEL, CONFIG, H200)
-NOTHING = Arriving(0.0, 0.0, 0.0, 0.0)
+NOTHING = Arriving(0.0, 0.0, (), 0.0)
 
 
 def load(layout: Layout = Layout.TP, running: int = 1, context: int = 2000, **changes: object) -> Load:
@@ -115,6 +116,14 @@ class TestWhereLoadsLead:
         there = {c.layout: c for c in comparison.candidates}
         assert not there[Layout.TP].fits and there[Layout.TP].gain_s == float("-inf")
 
+    def test_no_layout_that_could_not_be_reached_for_lack_of_room(self) -> None:
+        """On the way from owners to stripes a rank holds its requests and a part of all others."""
+        for share, fits in ((0.3, True), (0.8, False)):
+            held = np.full(400, int(share * ROOM[Layout.DP]) // 400)
+            crowd = load(Layout.DP, running=400, held=held, waiting_prompts=np.full(20, 64_000))
+            comparison = Comparer(Estimator(COST, CONFIG, ROOM), CONFIG, SIZES, ROOM, Objective()).compare(crowd, 0.03)
+            assert {c.layout: c.fits for c in comparison.candidates}[Layout.CP] is fits
+
     def test_only_layouts_that_are_allowed(self) -> None:
         room = {layout: ROOM[layout] for layout in (Layout.TP, Layout.DOP)}
         assert settled(load(running=800, context=1000), policy(room=room)) in room
@@ -157,9 +166,7 @@ class TestObjectives:
             for text in ("throughput", "latency", "bounded:100")
         }
         found = {text: c.compare(crowd, 0.03) for text, c in comparer.items()}
-        cost = {
-            text: {c.layout: c.costs[0] for c in comparison.candidates} for text, comparison in found.items()
-        }
+        cost = {text: {c.layout: c.costs[0] for c in comparison.candidates} for text, comparison in found.items()}
         steps = {c.layout: c.times[0].p99_step_s for c in found["throughput"].candidates}
         assert min(cost["latency"], key=cost["latency"].__getitem__) is min(steps, key=steps.__getitem__)
         for layout, step_s in steps.items():
@@ -208,8 +215,7 @@ class TestPatience:
             chosen = policy()
             rng = np.random.default_rng(3)
             return [
-                chosen.decide(load(Layout(i % 4), running=int(rng.integers(1, 900)), now=float(i)))
-                for i in range(20)
+                chosen.decide(load(Layout(i % 4), running=int(rng.integers(1, 900)), now=float(i))) for i in range(20)
             ]
 
         first, second = answers(), answers()
@@ -228,17 +234,56 @@ class TestPhases:
         seen = load(running=3, prefill=np.array([100, 0, 0]), waiting_prompts=np.array([450, 450]))
         first, *rest = phases_of(seen, 0.02)
         assert first.prefill_tokens == 1000 and first.tokens == 2 * 500
-        assert first.prompt == pytest.approx((100**2 + 2 * 450**2) / 1000)
+        assert first.prompts == ((1.0, pytest.approx((100**2 + 2 * 450**2) / 1000)),), "alike but for a tenth"
         assert first.owners == pytest.approx(1000 / (100 / N + 900 / 2))
         assert len(rest) == 3 and all(later.prefill_tokens == 0 for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
         assert alive == sorted(alive, reverse=True)
 
+    def test_prompts_side_by_side_take_as_long_as_their_steps_do(self) -> None:
+        """The owner that is farthest in its prompt is waited for."""
+        rng = np.random.default_rng(1)
+        prompts = np.rint(14_000 * np.exp(rng.normal(0, 0.6, 48))).astype(np.int64)
+        queue = load(Layout.DP, running=0, waiting_prompts=prompts)
+        (phase,) = phases_of(queue, 0.02)
+        found = Estimator(COST, CONFIG, ROOM).time(phase, Layout.DP, np.zeros(0, np.int64))
+        share, steps = CONFIG.max_batch_tokens / N, []
+        for _ in range(50):
+            whole = rng.choice(prompts, N, p=prompts / prompts.sum())
+            start = np.floor(rng.uniform(0, whole))
+            end = start + share
+            batch = Batch(
+                layout=Layout.DP,
+                decode_tokens=np.zeros(N),
+                decode_context=np.zeros(N),
+                prefill_tokens=np.full(N, share),
+                prefill_pairs=share * (start + end) / 2,
+                prefill_context=end,
+                sampled=1,
+            )
+            steps.append(COST.step_s(batch))
+        assert found.p99_step_s == pytest.approx(np.mean(steps), rel=0.1)
+
+    def test_prompts_that_arrive_faster_than_one_owner_computes_them_are_shared(self) -> None:
+        def tokens_s(arriving_s: float) -> float:
+            seen = load(Layout.DP, running=8, arriving=Arriving(arriving_s / 15e3, arriving_s, ((1.0, 15e3),), 1e9))
+            phase = phases_of(seen, 0.02)[1]
+            found = Estimator(COST, CONFIG, ROOM).time(phase, Layout.DP, homes_under(Layout.DP, seen))
+            return phase.prefill_tokens / found.seconds
+
+        assert tokens_s(40e3) > 3 * tokens_s(2e3)
+
+    def test_two_classes_of_prompts(self) -> None:
+        assert halves(np.zeros(3), np.zeros(3)) == ()
+        assert halves(np.array([100.0, 100.0]), np.array([1e4, 1e4])) == ((1.0, 100.0),)
+        short, long = halves(np.array([10.0, 10, 80]), np.array([100.0, 100, 6400]))
+        assert short == (0.2, 10.0) and long == (0.8, 80.0)
+
     def test_arrivals_join(self) -> None:
-        (phase, *_) = phases_of(load(running=3, arriving=Arriving(2.0, 900.0, 450.0, 2000.0)), 0.02)
+        (phase, *_) = phases_of(load(running=3, arriving=Arriving(2.0, 900.0, ((1.0, 450.0),), 2000.0)), 0.02)
         assert phase.joining == pytest.approx(2.0 * 500 * 0.02)
         assert phase.prefill_tokens == 2000 < 900 * 0.02 * 0.4 * 500, "no more than have come"
-        assert phase.prompt == 450
+        assert phase.prompts == ((1.0, 450.0),)
 
     def test_dealt_out_largest_first(self) -> None:
         seen = load(running=16, held=np.arange(16) * 100)

@@ -197,3 +197,16 @@ def test_equal_loads_go_to_the_lower_rank() -> None:
     c.add(*[request(name, 4, 8) for name in ("a", "b", "c", "d")])
     c.step()
     assert c.plans[0].home.tolist() == [0, 1, 2, 0]
+
+
+def test_no_owner_is_without_prompts_while_some_wait() -> None:
+    """Prompts of all lengths, so that the rank with the least to do often has prompts enough for now."""
+    rng = np.random.default_rng(5)
+    c = CheckedScheduler((400,) * 4, layout=Layout.DP, max_running=64, max_batch_tokens=64)
+    c.add(*[request(f"r{i:02d}", int(n), 6) for i, n in enumerate(rng.integers(3, 120, 48))])
+    while c.scheduler.num_waiting:
+        c.step()
+        plan = c.plans[-1]
+        if c.scheduler.num_waiting:
+            assert len(np.unique(plan.home[plan.count > 1])) == 4, plan.step
+    c.run()
