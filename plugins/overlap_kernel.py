@@ -3,6 +3,9 @@
 A kernel launched so may run before what it reads is written: it first loads what no kernel of a step writes (weights,
 a step's index arrays), then waits. Every program has to wait, also one with nothing to do: what comes next takes the
 end of this kernel for the end of all before it. Nothing is written before the wait.
+
+So whatever writes weights, block tables or index arrays must be done before the first kernel of a step that is launched
+so. It is: an upload, a copy or a kernel that waits as usual (the ranks' meeting, the embedding) lies in between.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.

@@ -137,10 +137,13 @@ class DeviceRunner:
         """What the plan says of tables, controls and weights. True: it begins a new epoch."""
         new_epoch = self._tables.apply(plan)
         self._controls.apply(plan)
+        residency = SPECS[plan.layout].residency
         if new_epoch:
-            self.weights.residency = SPECS[plan.layout].residency
+            self.weights.residency = residency
             # Not swapped: graphs know the address of the first.
             self._state.tables.copy_(self._target_tables)
+        if plan.num_tokens and residency is Residency.FULL and self._peers.size > 1:
+            assert self.weights.residency is Residency.FULL, f"{plan.layout.name} without weights"
         both = (self._state.tables, self._target_tables)
         for tables, (place, page) in zip(both, self._tables.own_changes(plan), strict=True):
             if len(place):

@@ -96,6 +96,7 @@ class Shapes:
         """The shape for a plan; None if it is not to be padded. ranks [T]: which rank computes each token."""
         if not self._decode:
             return None
+        assert plan.num_tokens <= self._most, (plan.num_tokens, self._most)
         most = int(plan.counts.max())
         if plan.absorbed.all():
             size = fit(most, self._decode)

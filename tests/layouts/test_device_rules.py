@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,16 @@ class Told(CollectivePeers):
 
 
 LOG: list[str] = []
+
+
+def test_no_layout_runs_on_heads_that_never_came(tmp_path: Path) -> None:
+    """Where they would be lie cache rows."""
+    with device_ranks(), Server(write_model(tmp_path), ranks=2, layout=Layout.TP, pages=40) as server:
+        server.add(*make_requests(2))
+        server.step()
+        plan = dataclasses.replace(server.plans[-1], layout=Layout.DP)
+        with pytest.raises(AssertionError, match="DP without weights"):
+            server.runner(0).launch(plan)
 
 
 def test_ranks_meet_anew_before_they_tell_their_status(tmp_path: Path) -> None:
