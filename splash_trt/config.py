@@ -83,8 +83,8 @@ class EngineConfig:
     """Longest chunk that attends absorbed (against latent rows) instead of expanded, except in DOP."""
     dop_absorbed_tokens: int = 8
     """The same for DOP, where an expanded chunk has to fetch its whole context from the owner."""
-    context_block_tokens: int = 1024
-    """Context rows that expanded attention up-projects at a time; sizes a workspace."""
+    context_block_tokens: int | None = None
+    """Context rows that expanded attention up-projects at a time; sizes a workspace. None: see `context_block`."""
     max_wait_s: float = 60.0
     """A request that waited longer goes before all that arrived after it, whatever their priorities."""
     plans_in_flight: int = 2
@@ -128,6 +128,8 @@ class EngineConfig:
             ("migration_bytes", 1, 1 << 40),
         ):
             value = getattr(self, field)
+            if value is None and field == "context_block_tokens":
+                continue
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{field}: {value!r} is not a whole number from {low} to {high}")
         if self.max_context is not None and not (isinstance(self.max_context, int) and self.max_context >= 2):
@@ -149,6 +151,14 @@ class EngineConfig:
     def most_absorbed(self, layout: Layout) -> int:
         """Tokens of the longest chunk that attends absorbed in that layout."""
         return self.dop_absorbed_tokens if layout is Layout.DOP else self.absorbed_tokens
+
+    @property
+    def context_block(self) -> int:
+        """context_block_tokens, or where it is not given 1,024, and on GPUs what a prompt of two whole steps has: only
+        attention in one block is captured."""
+        if self.context_block_tokens is not None:
+            return self.context_block_tokens
+        return 1024 if self.run_on == "cpu" else max(1024, 2 * self.max_batch_tokens)
 
     @property
     def itemsize(self) -> int:

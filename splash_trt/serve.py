@@ -67,8 +67,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     memory_bytes: int | None = None
     page_tokens: int = 64
-    max_batch_tokens: int = 2048
-    max_running: int = 256
+    max_batch_tokens: int | None = None
+    max_running: int | None = None
     max_context: int | None = None
     step_deadline_s: float = 60.0
     simulate_routing: str | None = None
@@ -132,8 +132,9 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
     """
     auto = options.layout.lower() == "auto"
     fields: dict[str, Any] = {"dtype": model.dtype, **DEFAULTS[run_on]}
-    if options.dtype is not None:
-        fields["dtype"] = options.dtype
+    for name in ("dtype", "max_batch_tokens", "max_running"):
+        if getattr(options, name) is not None:
+            fields[name] = getattr(options, name)
     fields |= dict(
         num_ranks=options.ranks,
         run_on=run_on,
@@ -141,8 +142,6 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
         layouts=tuple(Layout),
         simulate_routing=options.simulate_routing or "",
         page_tokens=options.page_tokens,
-        max_batch_tokens=options.max_batch_tokens,
-        max_running=options.max_running,
         max_context=options.max_context,
         step_deadline_s=options.step_deadline_s,
     )

@@ -118,7 +118,7 @@ def _report(
         for choice in choices
     ]
     parameters = num_parameters(found)
-    context = configs[0].context_block_tokens
+    context = configs[0].context_block
     return Report(
         assumptions={
             "model": f"{found.model_type}, {found.num_layers} layers, {format_count(parameters)} parameters; "

@@ -38,8 +38,8 @@ DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's cal
 @click.option("--memory", "memory_bytes", type=Size(), help=MEMORY_HELP)
 @click.option("--simulate-routing", type=click.Choice(SIMULATED_ROUTING[1:]), help=ROUTING_HELP)
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
-@click.option("--max-batch-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step.")
-@click.option("--max-running", type=int, default=256, show_default=True, help="Most requests that hold cache.")
+@click.option("--max-batch-tokens", type=int, help="Most tokens in one step; default: 2048, on GPUs 8192.")
+@click.option("--max-running", type=int, help="Most requests that hold cache; default: 256, on GPUs 512.")
 @click.option("--max-context", type=int, help="Longest prompt + output; default: the model's.")
 @click.option("--step-deadline", "step_deadline_s", type=float, default=60.0, show_default=True, metavar="SECONDS",
               help="A rank that is longer in one step ends the run.")  # fmt: skip

@@ -55,7 +55,7 @@ class MemoryMap:
 def context_workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Expanded attention's workspace: a block of context rows, and their keys and values for all heads."""
     expanded = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
-    block = config.context_block_tokens * config.itemsize
+    block = config.context_block * config.itemsize
     return align(block * model.row_width) + align(block * expanded)
 
 

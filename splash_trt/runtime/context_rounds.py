@@ -77,7 +77,7 @@ def expanded_rounds(
     size = config.page_tokens
     striped = SPECS[plan.layout].placement is PlacementKind.STRIPED
     out = []
-    for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block_tokens):
+    for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block):
         segments, begin = [], 0
         for row, first, end in pieces:
             query_begin, query_end = query[:, row].tolist()

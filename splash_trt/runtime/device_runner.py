@@ -249,7 +249,7 @@ def _rank_state(
     slots: int,
     pages: int,
 ) -> RankState:
-    block, dtype = config.context_block_tokens, storage.pages.dtype
+    block, dtype = config.context_block, storage.pages.dtype
     context = arena.view(0, (block, model.row_width), dtype)
     expanded = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
     return RankState(
@@ -265,4 +265,4 @@ def _rank_state(
 def _fixed_bytes(config: EngineConfig, largest: int) -> int:
     """Of the arrays of the largest padded step: some 25 numbers for each row, and of context rows their places."""
     rows = config.num_ranks * max(largest, config.max_batch_tokens)
-    return 256 * rows + 16 * config.context_block_tokens + (1 << 16)
+    return 256 * rows + 16 * config.context_block + (1 << 16)

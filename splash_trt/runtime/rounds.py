@@ -82,7 +82,7 @@ def context_rounds(
     first_token = np.cumsum(plan.count) - plan.count
     query = np.searchsorted(expanded, np.stack([first_token, first_token + plan.count]))
     out = []
-    for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block_tokens):
+    for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block):
         segments, begin = [], 0
         for row, first, end in pieces:
             segments.append(Segment(first, begin, begin + end - first, int(query[0, row]), int(query[1, row])))

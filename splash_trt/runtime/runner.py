@@ -76,7 +76,7 @@ class Runner:
             latent=model.kv_lora_rank,
             scale=model.softmax_scale,
         )
-        block = config.context_block_tokens
+        block = config.context_block
         buffer = self._arena.view(0, (block, model.row_width), dtype)
         expanded = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
         workspace = self._arena.view(align(buffer.nbytes), (expanded,), dtype)

@@ -74,7 +74,7 @@ class Shapes:
         """decode: ascending sizes of steps that only decode; empty: nothing is padded."""
         self._num_ranks = config.num_ranks
         self._most = config.max_batch_tokens
-        self._block = config.context_block_tokens
+        self._block = config.context_block
         self._decode = decode
         self._rows = ladder(min(_LEAST_ROWS, self._most), self._most, 2)
         self._absorbed = sorted({min(_FEW_ABSORBED, decode[-1]), decode[-1]}) if decode else []

@@ -76,7 +76,7 @@ class Quantities:
         self._model = model
         self._ranks = config.num_ranks
         self._page = config.page_tokens
-        self._block = config.context_block_tokens
+        self._block = config.context_block
         self._padded = padded
         self._top_k = math.inf if model.indexer is None else float(model.indexer.top_k)
         experts = model.experts

@@ -31,11 +31,19 @@ def test_both_ends_of_a_range_are_allowed_and_no_more(field: str) -> None:
     low, high = RANGES[field]
     for value in (low, high):
         assert getattr(_config(**{field: value}), field) == value
-    for wrong in (low - 1, high + 1, -1, 2.5, "8", None):
+    optional = () if field == "context_block_tokens" else (None,)
+    for wrong in (low - 1, high + 1, -1, 2.5, "8", *optional):
         with pytest.raises(ValueError) as caught:
             _config(**{field: wrong})
         text = str(caught.value)
         assert text.startswith(f"{field}: {wrong!r}") and str(low) in text and str(high) in text
+
+
+def test_the_context_block_follows_the_steps_on_gpus() -> None:
+    assert _config().context_block == 1024
+    assert _config(context_block_tokens=7, run_on="gpu").context_block == 7
+    assert _config(max_batch_tokens=8192, run_on="gpu").context_block == 16384
+    assert EngineConfig(max_batch_tokens=300, run_on="gpu").context_block == 1024
 
 
 @pytest.mark.parametrize("wrong", [0, (1 << 20) + 1, 1.5])
