@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from splash_trt.models.config import Experts, GroupScore, Rope, Scoring
+from splash_trt.runtime.noise import GAMMA, mix64
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -124,19 +125,9 @@ def route(
     return choice, weight * config.scale
 
 
-# Weyl step and the multipliers of splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit numbers.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-
 def _mixed(x: torch.Tensor) -> torch.Tensor:
     """int64 -> int64: a bijection whose every output bit depends on every input bit."""
-    x = x * _STEP
-    for shift, multiplier in ((30, _MIX_1), (27, _MIX_2)):
-        # int64 shifts keep the sign: the mask makes them logical.
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    return mix64(x * GAMMA)
 
 
 def uniform_choice(num_layers: int, token: torch.Tensor, position: torch.Tensor, experts: Experts) -> torch.Tensor:

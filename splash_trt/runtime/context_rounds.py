@@ -33,7 +33,7 @@ class Round:
     key's position. Only of requests with queries here that see any of these keys."""
 
 
-def _pieces(ends: list[tuple[int, int]], block: int) -> list[list[tuple[int, int, int]]]:
+def cut_into_rounds(ends: list[tuple[int, int]], block: int) -> list[list[tuple[int, int, int]]]:
     """Cut contexts [(row, length)] into rounds of pieces (row, first position, end), at most `block` rows a round."""
     rounds: list[list[tuple[int, int, int]]] = []
     room = 0
@@ -77,7 +77,7 @@ def expanded_rounds(
     size = config.page_tokens
     striped = SPECS[plan.layout].placement is PlacementKind.STRIPED
     out = []
-    for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block):
+    for pieces in cut_into_rounds([(int(r), int(length[r])) for r in rows], config.context_block):
         segments, begin = [], 0
         for row, first, end in pieces:
             query_begin, query_end = query[:, row].tolist()

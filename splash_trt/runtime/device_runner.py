@@ -70,7 +70,6 @@ class DeviceRunner:
         """decode_sizes: see shapes.py. capture: see graphs.py. mover: of ranks that can write into each other's memory;
         others move rows and weights by collectives."""
         rank, dtype = collectives.rank, DTYPES[config.dtype]
-        self._watch = watch
         self._peers = peers
         self._clock = clock
         self.weights = WeightStore(arena, model, rank, collectives.size, config.dtype)

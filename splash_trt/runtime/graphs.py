@@ -31,7 +31,6 @@ class Forwarded:
     """[W + padding, V_r]."""
     tokens: torch.Tensor | None
     """[W + padding] int64, if they were to be chosen plainly."""
-    step: DeviceStep
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Forward:
             a = step.arrays
             tokens = self._sampler(logits, a["temperature"], a["seed"], a["want_position"])
             self._last_sampled.index_copy_(0, a["want_slot"], tokens)
-        return Forwarded(logits, tokens, step)
+        return Forwarded(logits, tokens)
 
     def _captured(self, step: DeviceStep, plain: bool) -> _Captured:
         graph = torch.cuda.CUDAGraph()

@@ -15,6 +15,7 @@ from splash_trt.layout.partition import token_ranks
 from splash_trt.layout.spec import SPECS, PlacementKind
 from splash_trt.plan import LAST_SAMPLED, NO_PAGE, Plan
 from splash_trt.runtime.rounds import Round, context_rounds, index_tensor
+from splash_trt.runtime.step_arrays import stripe_rows
 from splash_trt.runtime.tables import SlotTables
 
 
@@ -210,9 +211,7 @@ class InputBuilder:
             used = -(-int(rows.max(initial=0)) // size)
             return Context(tables=index_tensor(self._tables.pages[slot, :used]), length=index_tensor(rows))
         first = (self._rank - plan.home[row[read]]) % num_ranks
-        full, rest = rows // size, rows % size
-        length = np.maximum(full - first + num_ranks - 1, 0) // num_ranks * size
-        length += np.where((rest > 0) & (full % num_ranks == first), rest, 0)
+        length = stripe_rows(rows, first, num_ranks, size)
         used = -(-int(length.max(initial=0)) // size)
         columns = first[:, None] + num_ranks * np.arange(used)
         table = self._tables.pages[slot[:, None], np.minimum(columns, self._tables.pages.shape[1] - 1)]

@@ -40,7 +40,6 @@ class Program:
         watch: Watch,
     ) -> None:
         self._model = model
-        self._layout = layout
         self._simulates = bool(config.simulate_routing)
         self._k = kernels
         self._peers = peers

@@ -14,6 +14,7 @@ import torch
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
 from splash_trt.plan import Plan
+from splash_trt.runtime.context_rounds import cut_into_rounds
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,6 @@ class Round:
     new_place: torch.Tensor
 
 
-def _pieces(ends: list[tuple[int, int]], block: int) -> list[list[tuple[int, int, int]]]:
-    """Cut contexts [(row, length)] into rounds of pieces (row, first position, end), at most `block` rows a round."""
-    rounds: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for row, length in ends:
-        begin = 0
-        while begin < length:
-            if room == 0:
-                rounds.append([])
-                room = block
-            take = min(room, length - begin)
-            rounds[-1].append((row, begin, begin + take))
-            begin += take
-            room -= take
-    return rounds
-
-
 def context_rounds(
     plan: Plan, config: EngineConfig, rank: int, pages: np.ndarray, expanded: np.ndarray, local: np.ndarray
 ) -> tuple[Round, ...]:
@@ -82,7 +66,7 @@ def context_rounds(
     first_token = np.cumsum(plan.count) - plan.count
     query = np.searchsorted(expanded, np.stack([first_token, first_token + plan.count]))
     out = []
-    for pieces in _pieces([(int(r), int(length[r])) for r in rows], config.context_block):
+    for pieces in cut_into_rounds([(int(r), int(length[r])) for r in rows], config.context_block):
         segments, begin = [], 0
         for row, first, end in pieces:
             segments.append(Segment(first, begin, begin + end - first, int(query[0, row]), int(query[1, row])))

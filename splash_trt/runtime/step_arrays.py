@@ -191,7 +191,7 @@ class ArrayBuilder:
         rows = step.position[read] + 1
         arrays["read_slot"] = plan.slot[step.row[read]]
         arrays["read_first"] = first
-        arrays["read_length"] = rows if stride == 1 else _stripe_rows(rows, first, stride, self._config.page_tokens)
+        arrays["read_length"] = rows if stride == 1 else stripe_rows(rows, first, stride, self._config.page_tokens)
         return len(read)
 
     def _stripes(self, step: _Step, read: np.ndarray) -> dict[str, np.ndarray]:
@@ -220,7 +220,7 @@ class _Step:
     """Each token's index among its rank's hidden states."""
 
 
-def _stripe_rows(rows: np.ndarray, first: np.ndarray, stride: int, size: int) -> np.ndarray:
+def stripe_rows(rows: np.ndarray, first: np.ndarray, stride: int, size: int) -> np.ndarray:
     """How many of a context's first `rows` rows lie in pages first, first + stride, …: a prefix of those pages' rows,
     since only the context's last page is not full."""
     full, rest = rows // size, rows % size
