@@ -8,6 +8,8 @@ import torch
 
 from splash_trt.layout.spec import Residency
 from splash_trt.memory.map import MemoryMap
+from splash_trt.models.config import ModelConfig
+from splash_trt.weights.shards import align
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,3 +39,12 @@ class Arena:
         """[num pages under SHARD, *shape]: all pages there can be; the last ones lie under `others`."""
         count = self.sizes.num_pages(Residency.SHARD)
         return self.view(self.sizes.pages_offset, (count, *shape), dtype)
+
+    def context_workspace(
+        self, model: ModelConfig, block: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expanded attention's, as memory/map.py counts it: `block` context rows [block, W], and a flat tensor for
+        their keys and values of all heads."""
+        rows = self.view(0, (block, model.row_width), dtype)
+        numbers = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+        return rows, self.view(align(rows.nbytes), (numbers,), dtype)

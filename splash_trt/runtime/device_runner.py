@@ -39,7 +39,6 @@ from splash_trt.runtime.sampler import RowParams, Sampled, Sampler
 from splash_trt.runtime.shapes import Shapes
 from splash_trt.runtime.step_arrays import ArrayBuilder
 from splash_trt.runtime.upload import Tiles, Uploader
-from splash_trt.weights.shards import align
 from splash_trt.weights.source import WeightSource
 from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
@@ -248,16 +247,14 @@ def _rank_state(
     slots: int,
     pages: int,
 ) -> RankState:
-    block, dtype = config.context_block, storage.pages.dtype
-    context = arena.view(0, (block, model.row_width), dtype)
-    expanded = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+    context, expanded = arena.context_workspace(model, config.context_block, storage.pages.dtype)
     return RankState(
         weights=weights,
         storage=storage,
         tables=torch.zeros((slots, pages), dtype=torch.int32, device=context.device),
         last_sampled=torch.zeros(slots + 1, dtype=torch.int64, device=context.device),
         context=context,
-        expanded=arena.view(align(context.nbytes), (expanded,), dtype),
+        expanded=expanded,
     )
 
 

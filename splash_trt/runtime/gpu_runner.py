@@ -66,7 +66,7 @@ def gpu_runner(
         peers=peers,
         tiles=tiles_of,
         clock=CudaClock(stamp, world.device),
-        decode_sizes=ladder(1, min(config.max_running, MAX_GRAPHED), 4),
+        decode_sizes=ladder(1, _most_graphed(config), 4),
         capture=near and not exact,
         mover=mover,
     )
@@ -75,12 +75,17 @@ def gpu_runner(
     return runner
 
 
+def _most_graphed(config: EngineConfig) -> int:
+    """Hidden states of a rank in the largest captured step that only decodes."""
+    return min(config.max_running, MAX_GRAPHED)
+
+
 def _most_stacked(config: EngineConfig) -> int:
-    return max(config.max_batch_tokens, config.num_ranks * min(config.max_running, MAX_GRAPHED))
+    return max(config.max_batch_tokens, config.num_ranks * _most_graphed(config))
 
 
 def _most_absorbed(config: EngineConfig) -> int:
     """Rows of a step that attend absorbed."""
     chunk = max(config.most_absorbed(layout) for layout in config.allowed_layouts)
-    graphed = config.num_ranks * min(config.max_running, MAX_GRAPHED)
+    graphed = config.num_ranks * _most_graphed(config)
     return max(graphed, min(config.max_batch_tokens, config.max_running * chunk))

@@ -34,7 +34,7 @@ from splash_trt.runtime.penalties import Share
 from splash_trt.runtime.rounds import index_tensor
 from splash_trt.runtime.sampler import RowParams, Sampler
 from splash_trt.runtime.tables import SlotTables
-from splash_trt.weights.shards import align, heads_of
+from splash_trt.weights.shards import heads_of
 from splash_trt.weights.source import WeightSource
 from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
@@ -76,10 +76,7 @@ class Runner:
             latent=model.kv_lora_rank,
             scale=model.softmax_scale,
         )
-        block = config.context_block
-        buffer = self._arena.view(0, (block, model.row_width), dtype)
-        expanded = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
-        workspace = self._arena.view(align(buffer.nbytes), (expanded,), dtype)
+        buffer, workspace = self._arena.context_workspace(model, config.context_block, dtype)
         self._expanded = ExpandedAttention(model, collectives, buffer, workspace)
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim)
         self._mover = Mover(self.storage, self.weights, collectives)
