@@ -46,11 +46,31 @@ def _place(num_tiles, heads, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _clear(block, begin):
+    """Zeros in the rows from `begin` on of a block [BLOCK_N, VD] in shared memory. By one warp, few numbers at a time:
+    it has few registers."""
+    BLOCK_N: gl.constexpr = block.shape[0]
+    VALUE: gl.constexpr = block.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for first in gl.static_range(0, BLOCK_N, 8):
+        if first + 8 > begin:
+            kept = first + gl.arange(0, 8, layout=gl.SliceLayout(1, layout)) < begin
+            for column in gl.static_range(0, VALUE, 64):
+                part = block.slice(first, 8).slice(column, 64, dim=1)
+                numbers = part.load(layout)
+                part.store(gl.where(kept[:, None], numbers, gl.zeros_like(numbers)))
+
+
+@gluon.jit
 def _produce(
-    q, keys, ropes, values, q_buffer, k_buffer, v_buffer, q_full, k_full, k_empty, v_full, v_empty,
-    query, key_begin, blocks, q_column, key_column, value_column,
+    q, keys, ropes, values, q_buffer, k_buffer, v_buffer, q_full, k_full, k_empty, v_full, v_empty, v_tail,
+    query, key_begin, num_keys, blocks, q_column, key_column, value_column,
 ):  # fmt: skip
-    """Copies the tile's queries, then the blocks of keys and values in order."""
+    """Copies the tile's queries, then the blocks of keys and values in order.
+
+    Past the segment's keys lies another's, or what was there before: values that are weighted with 0, but may be NaN
+    or infinite, and 0 times that is no number. So they are cleared in the block where the segment ends.
+    """
     CHUNKS: gl.constexpr = q_buffer.shape[0] // 2
     NOPE_CHUNKS: gl.constexpr = CHUNKS - ropes.block_type.shape[1] // 64
     DEPTH: gl.constexpr = k_buffer.shape[0] // CHUNKS
@@ -73,8 +93,19 @@ def _produce(
             target = k_buffer.index(stage * CHUNKS + chunk)
             tma.async_copy_global_to_shared(ropes, [row, (chunk - NOPE_CHUNKS) * 64], k_full.index(stage), target)
         mbarrier.wait(v_empty.index(stage), parity)
-        mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
-        tma.async_copy_global_to_shared(values, [row, value_column], v_full.index(stage), v_buffer.index(stage))
+        target = v_buffer.index(stage)
+        rest = num_keys - block * BLOCK_N
+        if rest >= BLOCK_N:
+            mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
+            tma.async_copy_global_to_shared(values, [row, value_column], v_full.index(stage), target)
+        else:  # the last block
+            mbarrier.expect(v_tail, values.block_type.nbytes)
+            tma.async_copy_global_to_shared(values, [row, value_column], v_tail, target)
+            mbarrier.wait(v_tail, 0)
+            _clear(target, rest)
+            fence_async_shared()
+            _meet()
+            mbarrier.arrive(v_full.index(stage), count=1)
 
 
 @gluon.jit
@@ -268,7 +299,9 @@ def _prefill_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    mbarrier.init(v_tail, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -291,8 +324,8 @@ def _prefill_hopper_kernel(
                 first, query_end, first_key, num_keys, blocks, scale, out_stride, lse_stride, one, HAS_LSE, MERGE,
             )),
             (_produce, (
-                q, keys, ropes, values, q_buffer, k_buffer, v_buffer, q_full, k_full, k_empty, v_full, v_empty,
-                first, key_begin, blocks, head * q_head, head * key_head, head * value_head,
+                q, keys, ropes, values, q_buffer, k_buffer, v_buffer, q_full, k_full, k_empty, v_full, v_empty, v_tail,
+                first, key_begin, num_keys, blocks, head * q_head, head * key_head, head * value_head,
             )),
         ],
         [4, 1],
@@ -338,11 +371,7 @@ def prefill(
     lse: torch.Tensor | None,
     merge: bool,
 ) -> None:
-    """As prefill_kernel.prefill, for what `supports` says.
-
-    In addition, v holds numbers (no NaN, no infinity) in the 127 rows past a segment's keys, as far as it has that
-    many: they are weighted with 0.
-    """
+    """As prefill_kernel.prefill, for what `supports` says."""
     heads, nope = k_nope.shape[1:]
     rope, vd = q.shape[2] - nope, v.shape[2]
     assert scale > 0 and out.stride(-1) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -182,6 +184,67 @@ def test_gathered_rows(device: str) -> None:
     gather_rows(pages, page[:0], offset[:0], out[:0, :40])
 
 
+# A request of each length about a block's end, between requests that went wrong.
+NEIGHBOURS = [n for length in (1, 63, 64, 65, 127, 128, 129, 200) for n in (length, 5)]
+
+
+def among_bad_ones(device: str, dims: tuple[int, int, int], bad: float) -> Case:
+    """Whole prompts of NEIGHBOURS' lengths, every second one of latents that are `bad`, and so are padding rows, which
+    have what an earlier round left."""
+    ends = np.cumsum(NEIGHBOURS)
+    segments = [(int(e - n), int(e), int(e - n), int(e), 0) for n, e in zip(NEIGHBOURS, ends, strict=True)]
+    position = np.concatenate([np.arange(n) for n in NEIGHBOURS])
+    case = make_case(device, segments, position, 3, dims)
+    for begin, end, *_ in [*segments[1::2], (ends[-1], len(case.rows))]:
+        for tensor in (case.rows, case.k_nope, case.v):
+            tensor[begin:end] = bad
+    return case
+
+
+def check_good_ones(case: Case, kernel: Callable[..., None], merge: bool, bound: float) -> None:
+    """That they get what they get among good ones. kernel: gets what prefill_reference.prefill does."""
+    index = [torch.from_numpy(a).to(case.q.device) for a in (case.segments, tiles_of(case.segments))]
+    out = torch.zeros((len(case.q), *case.v.shape[1:]), device=case.q.device)
+    lse = torch.full(out.shape[:2], -torch.inf, device=case.q.device)
+    want_out, want_lse = out.clone(), lse.clone()
+    kernel(case.q, case.position, case.rows, case.k_nope, case.v, *index, SCALE, out, lse, merge)
+    wide = [x.float().nan_to_num(0, 0, 0) for x in (case.rows, case.k_nope, case.v)]
+    prefill_reference.prefill(case.q.float(), case.position, *wide, *index, SCALE, want_out, want_lse, merge)
+    for begin, end, *_ in case.segments[::2].tolist():
+        torch.testing.assert_close(out[begin:end], want_out[begin:end], rtol=bound, atol=bound)
+        torch.testing.assert_close(lse[begin:end], want_lse[begin:end], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_request_that_went_wrong_spares_its_neighbours(device: str, bad: float, merge: bool) -> None:
+    case = among_bad_ones(device, (24, 8, 20), bad)
+    blocks = COMPILED if case.q.is_cuda else INTERPRETED
+    check_good_ones(case, partial(prefill, blocks=blocks), merge, 2e-5)
+    check_good_ones(case, prefill_reference.prefill, merge, 2e-5)
+
+
+def in_bfloat16(case: Case) -> Case:
+    """Keys and values as one up-projection leaves them: side by side, head by head."""
+    nope = case.k_nope.shape[2]
+    fused = torch.cat([case.k_nope, case.v], dim=-1).bfloat16()
+    return Case(
+        case.q.bfloat16(), case.position, case.rows.bfloat16(), fused[..., :nope], fused[..., nope:], case.segments
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(192, 64, 256), (128, 64, 128), (64, 64, 64)])
+@pytest.mark.parametrize("merge", [False, True])
+def test_on_hopper_too(device: str, dims: tuple[int, int, int], merge: bool) -> None:
+    """By its own kernel, and by the portable one with tensor descriptors."""
+    for bad in (torch.nan, torch.inf):
+        case = in_bfloat16(among_bad_ones(device, dims, bad))
+        assert prefill_hopper_kernel.supports(case.q, case.rows, case.k_nope, case.v)
+        check_good_ones(case, prefill_hopper_kernel.prefill, merge, 2e-2)
+        check_good_ones(case, prefill, merge, 2e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(192, 64, 256), (128, 64, 128)])
 @pytest.mark.parametrize("merge", [False, True])
@@ -189,28 +252,19 @@ def test_hopper(device: str, dims: tuple[int, int, int], merge: bool) -> None:
     """In bfloat16, with its own kernel; some queries see nothing, and a tile is padding."""
     segments = [(0, 200, 0, 300, 120), (200, 201, 300, 340, 0), (201, 230, 340, 469, 0)]
     position = np.concatenate([np.arange(200), [30], np.arange(100, 129)])
-    case = make_case(device, segments, position, 6, dims)
-    case.v[-3:] = 1e3
-    nope, rope, vd = dims
-    case = Case(case.q.bfloat16(), case.position, case.rows.bfloat16(), *split_keys(case, nope), case.segments)
+    case = in_bfloat16(make_case(device, segments, position, 6, dims))
     assert prefill_hopper_kernel.supports(case.q, case.rows, case.k_nope, case.v)
     tiles = np.concatenate([tiles_of(case.segments), [[NO_TILE, 0]]])
     index = [torch.from_numpy(a.astype(np.int32)).to(device) for a in (case.segments, tiles)]
-    out = torch.randn((len(position), 6, vd), device=device)
+    out = torch.randn((len(position), 6, dims[2]), device=device)
     lse = torch.randn((len(position), 6), device=device)
     want_out, want_lse = out.clone(), lse.clone()
-    inputs = (case.q, case.position, case.rows, case.k_nope, case.v, *index, SCALE)
-    prefill_hopper_kernel.prefill(*inputs, out, lse, merge)
-    wide = (*(t.float() if t.is_floating_point() else t for t in inputs[:-1]), SCALE)
-    prefill_reference.prefill(*wide, want_out, want_lse, merge)
+    inputs = (case.q, case.position, case.rows, case.k_nope, case.v, *index)
+    prefill_hopper_kernel.prefill(*inputs, SCALE, out, lse, merge)
+    wide = [t.float() if t.is_floating_point() else t for t in inputs]
+    prefill_reference.prefill(*wide, SCALE, want_out, want_lse, merge)
     torch.testing.assert_close(out, want_out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, want_lse, rtol=2e-3, atol=2e-3)
-
-
-def split_keys(case: Case, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in bfloat16, as one up-projection leaves them: side by side, head by head."""
-    fused = torch.cat([case.k_nope, case.v], dim=-1).bfloat16()
-    return fused[..., :nope], fused[..., nope:]
 
 
 def test_pieces_of_runs_are_what_queries_see() -> None:
