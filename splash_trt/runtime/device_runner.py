@@ -96,7 +96,7 @@ class DeviceRunner:
             self._upload,
             FastSampler(peers, first, model.vocab_size, sample),
             self._state.last_sampled,
-            capture,
+            self.storage.pages.new_empty(shapes.most_wanted * (end - first)) if capture else None,
         )
         self._mover = mover or Mover(self.storage, self.weights, collectives)
         self._status = torch.zeros(1 + _STATUS_BYTES // 8, dtype=torch.float64, device=self._device)

@@ -7,7 +7,7 @@ tables, a step's arrays) lies at addresses that no switch of layouts changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class Forwarded:
     """What a step's forward pass gave, on the device; padding follows the W wanted rows."""
 
     logits: torch.Tensor
-    """[W + padding, V_r]."""
+    """[W + padding, V_r]. Of a graph: until the next one is replayed."""
     tokens: torch.Tensor | None
     """[W + padding] int64, if they were to be chosen plainly."""
 
@@ -51,62 +51,64 @@ class Forward:
         uploader: Uploader,
         sampler: FastSampler,
         last_sampled: torch.Tensor,
-        capture: bool,
+        logits: torch.Tensor | None,
     ) -> None:
+        """logits: memory for those of the largest padded step, which all graphs write to; None: nothing is captured."""
         self._programs = programs
         self._builder = builder
         self._shapes = shapes
         self._upload = uploader
         self._sampler = sampler
         self._last_sampled = last_sampled
-        self._capture = capture
-        self._met: set[tuple[Shape, bool]] = set()
-        self._graphs: dict[tuple[Shape, bool], _Captured] = {}
+        self._logits = logits
+        self._met: set[Shape] = set()
+        self._graphs: dict[Shape, _Captured] = {}
         self._pool: Any = None
 
     def __call__(self, plan: Plan, plain: bool) -> Forwarded:
         """plain: every wanted token is to be chosen, by temperature alone."""
         host = self._builder.build(plan)
-        key = (host.shape, plain)
-        if not (self._capture and host.padded):
-            return self._run(self._upload(host, fixed=False), plain)
-        if key not in self._graphs and key not in self._met:
-            # The first time compiles and loads every kernel, which a capture cannot.
-            self._met.add(key)
-            return self._run(self._upload(host, fixed=False), plain)
+        shape = host.shape
+        if self._logits is None or not host.padded:
+            return self._run(self._upload(host, fixed=False), plain, None)
+        if shape not in self._graphs and shape not in self._met:
+            # What never comes again is not worth a graph.
+            self._met.add(shape)
+            return self._run(self._upload(host, fixed=False), plain, None)
         step = self._upload(host, fixed=True)
-        captured = self._graphs.get(key) or self._captured(step, plain)
+        captured = self._graphs.get(shape) or self._captured(step)
         captured.graph.replay()
-        return captured.out
+        # One graph for both: where tokens are not plain, those that it chose are replaced.
+        return captured.out if plain else replace(captured.out, tokens=None)
 
     def warm_up(self) -> None:
-        """Captures what plain sampling comes to most, before a request waits for it."""
-        for layout in self._programs if self._capture else ():
+        """Captures the likely shapes before a request waits for them."""
+        for layout in self._programs if self._logits is not None else ():
             for shape in self._shapes.before(layout):
                 # Of nothing but padding, so that it leaves no trace.
                 step = self._upload(self._builder.padding(shape), fixed=True)
-                self._run(step, True)
-                self._captured(step, True)
+                self._run(step, True, None)
+                self._captured(step)
 
     def close(self) -> None:
         """Drops the graphs: NCCL waits for those that hold its work."""
         self._graphs.clear()
 
-    def _run(self, step: DeviceStep, plain: bool) -> Forwarded:
-        logits = self._programs[step.shape.layout](step)
+    def _run(self, step: DeviceStep, plain: bool, logits: torch.Tensor | None) -> Forwarded:
+        found = self._programs[step.shape.layout](step, logits)
         tokens = None
         if plain:
             a = step.arrays
-            tokens = self._sampler(logits, a["temperature"], a["seed"], a["want_position"])
+            tokens = self._sampler(found, a["temperature"], a["seed"], a["want_position"])
             self._last_sampled.index_copy_(0, a["want_slot"], tokens)
-        return Forwarded(logits, tokens)
+        return Forwarded(found, tokens)
 
-    def _captured(self, step: DeviceStep, plain: bool) -> _Captured:
+    def _captured(self, step: DeviceStep) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._run(step, plain)
+            out = self._run(step, True, self._logits)
         self._pool = self._pool or graph.pool()
-        captured = self._graphs[step.shape, plain] = _Captured(graph, out)
+        captured = self._graphs[step.shape] = _Captured(graph, out)
         return captured
 
 

@@ -59,8 +59,9 @@ class Program:
         self._eps = model.norm_eps
         self._beside = Beside(device)
 
-    def __call__(self, step: DeviceStep) -> torch.Tensor:
-        """[W, V_r] logits of this rank's part of the vocabulary, in the model's dtype."""
+    def __call__(self, step: DeviceStep, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """[W, V_r] logits of this rank's part of the vocabulary, in the model's dtype; at the begin of `logits` (flat)
+        if it is given."""
         own, a = self._own, step.arrays
         self._peers.begin()
         rows, hidden_size = step.shape.rows, self._model.hidden_size
@@ -78,7 +79,7 @@ class Program:
             partial = self._mlp(layer, x, step, None if simulated is None else simulated[layer])
             norm = None if layer == last else own[f"layers.{layer + 1}.attn_norm"]
             x = self._sum(partial, step, hidden, norm)
-        return self._head(hidden, step)
+        return self._head(hidden, step, logits)
 
     # Meetings of the ranks
 
@@ -170,7 +171,7 @@ class Program:
         self._k.linear(self._k.gated(x, gate_up), down, out)
         return out
 
-    def _head(self, hidden: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+    def _head(self, hidden: torch.Tensor, step: DeviceStep, room: torch.Tensor | None) -> torch.Tensor:
         a, own = step.arrays, self._own
         if self._spread:
             shared = self._peers.buffer(tuple(hidden.shape), self._dtype)
@@ -180,7 +181,10 @@ class Program:
             wanted = hidden.index_select(0, a["want_row"])
         x = torch.empty_like(wanted)
         self._k.add_norm(wanted, None, own["final_norm"], self._eps, x)
-        return torch.mm(x, own["embed" if self._model.tied_embeddings else "head"].t())
+        head = own["embed" if self._model.tied_embeddings else "head"]
+        shape = (len(x), len(head))
+        out = x.new_empty(shape) if room is None else room[: shape[0] * shape[1]].view(shape)
+        return torch.mm(x, head.t(), out=out)
 
 
 def _first_expert(model: ModelConfig, rank: int, size: int) -> int:

@@ -65,9 +65,8 @@ def fit(size: int, sizes: Sequence[int]) -> int | None:
 class Shapes:
     """The shapes of one deployment.
 
-    Steps that only decode have sizes of their own, a quarter apart at most. Those that also prefill come in too many
-    combinations for that: their rows have sizes up to a half apart, and what costs little where it is padding
-    (absorbed rows, requests, wanted positions) has two sizes or one.
+    Rows have sizes a quarter apart at most. Steps that also prefill come in many combinations: what costs little where
+    it is padding (absorbed rows, requests, wanted positions) has two sizes or one.
     """
 
     def __init__(self, config: EngineConfig, decode: Sequence[int]) -> None:
@@ -76,21 +75,32 @@ class Shapes:
         self._most = config.max_batch_tokens
         self._block = config.context_block
         self._decode = decode
-        self._rows = ladder(min(_LEAST_ROWS, self._most), self._most, 2)
+        self._rows = ladder(min(_LEAST_ROWS, self._most), self._most, 4)
         self._absorbed = sorted({min(_FEW_ABSORBED, decode[-1]), decode[-1]}) if decode else []
+
+    @property
+    def most_wanted(self) -> int:
+        """W of the largest shape; 0: nothing is padded."""
+        largest = self._decode[-1] if self._decode else 0
+        return largest * self._num_ranks + 4 * _SEGMENTS if largest else 0
 
     def before(self, layout: Layout) -> list[Shape]:
         """Those that are to be captured before a request waits for them, the largest first: a step that decodes, of
-        every size; one that also prefills whole prompts, dealt out evenly where tokens are spread."""
+        every size; one that also prefills whole prompts, dealt out evenly where tokens are spread; and a full one whose
+        first prompt began before."""
         decoding = [self._decoding(layout, size) for size in self._decode]
         ranks = self._num_ranks if self._spread(layout) else 1
+        full = -(-self._most // ranks)
         mixed = [
-            self._mixed(layout, rows, min(ranks * rows, self._most), absorbed, 0)
+            self._mixed(layout, rows, min(ranks * rows, self._most), absorbed, context)
             for rows in self._rows
-            if rows < 2 * self._most // ranks
+            if rows < 2 * full
             for absorbed in self._absorbed
+            for context in ((0, rows + 1) if rows >= full else (0,))
         ]
-        return sorted((shape for shape in decoding + mixed if shape is not None), key=lambda s: -s.stacked)
+        # Not a set: ranks meet while they run them, so all have them in one order.
+        found = dict.fromkeys(shape for shape in decoding + mixed if shape is not None)
+        return sorted(found, key=lambda shape: -shape.stacked)
 
     def of(self, plan: Plan, ranks: np.ndarray) -> Shape | None:
         """The shape for a plan; None if it is not to be padded. ranks [T]: which rank computes each token."""
@@ -125,8 +135,9 @@ class Shapes:
         stacked = rows
         while spread and stacked < num_tokens:
             stacked = min(2 * stacked, self._most)
-        whole = min(stacked if layout is Layout.CP else rows, self._block)  # what prompts without a past need
-        room = fit(context, sorted({whole, self._block}))
+        # What prompts without a past need; somewhat more, as where the last of many began in the step before; all.
+        whole = min(stacked if layout is Layout.CP else rows, self._block)
+        room = fit(context, sorted({whole, min(whole + whole // 4, self._block), self._block}))
         if room is None:
             return None
         absorbed = min(absorbed, rows)
