@@ -6,16 +6,18 @@ import textwrap
 
 import torch
 
+from splash_engines.choose import choose_kernels
+from splash_engines.kernels import Kernels
 from splash_engines.operations import BLOCK, DSV3_A_OUT, DSV3_EXPERTS, DSV3_HIDDEN, TOP_K, Here, operations
+from splash_engines.operations_program import program_operations
 from splash_engines.operations_step import step_operations
 from splash_engines.registry import Choice, Dims, Registry
-from splash_engines.trtllm import Gpu, probe
-from splash_engines.trtllm_headers import find_headers
-from splash_trt.models.config import ModelConfig
+from splash_trt.models.config import Experts, GroupScore, ModelConfig, Scoring
 
 CONTEXT = 8192  # rows that the indexer chooses from
 WIDTH = 120
 ONLY = "the reference itself, and the only one here"
+ROWS = (1, 2, 4, 8, 16, 32)  # of the program's steps
 
 # What TensorRT-LLM's operators were written for; the experts of one of 64 ranks.
 DEEPSEEK_V3_2: dict[str, Dims] = {
@@ -30,12 +32,19 @@ DEEPSEEK_V3_2: dict[str, Dims] = {
     "fp8_quantize": {"inner": DSV3_HIDDEN},
     "fp8_product": {"inner": DSV3_HIDDEN, "out": 4096},
 }
-
-
-def here() -> Here:
-    """What this machine has. Loads TensorRT-LLM's operators where there is a GPU for them."""
-    gpu = Gpu.here()
-    return Here(gpu, probe(gpu), find_headers())
+DEEPSEEK_EXPERTS = Experts(
+    num_experts=DSV3_EXPERTS,
+    top_k=8,
+    intermediate_size=2048,
+    shared_intermediate_size=2048,
+    scoring=Scoring.SIGMOID,
+    selection_bias=True,
+    num_groups=8,
+    top_groups=4,
+    group_score=GroupScore.TOP2_SUM,
+    normalize=True,
+    scale=2.5,
+)
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Dims]:
@@ -66,8 +75,11 @@ def sizes_of(model: ModelConfig) -> dict[str, Dims]:
     return sizes
 
 
-def format_operations(found: Here, sizes: dict[str, Dims], tokens: int) -> str:
-    """Decides each operation for `tokens` tokens in bfloat16 on this machine's device, and tells how."""
+def format_operations(
+    found: Here, kernels: Kernels, sizes: dict[str, Dims], experts: Experts | None, tokens: int
+) -> str:
+    """Decides each operation for `tokens` tokens in bfloat16 on this machine's device, and tells how; and which ones
+    the program of a GPU uses. kernels: our own for that device. experts: the model's."""
     device = torch.device("cuda" if found.gpu is not None else "cpu")
     name = found.gpu.name if found.gpu is not None else "a CPU"
     trtllm = found.trtllm
@@ -85,7 +97,21 @@ def format_operations(found: Here, sizes: dict[str, Dims], tokens: int) -> str:
         choice = registry.choose(operation.name, {"tokens": tokens, **dims}, torch.bfloat16)
         shown = ", ".join(f"{key} {value:,}" for key, value in dims.items())
         lines += ["", f"{operation.name} ({shown}): {operation.meaning}", *_candidates(choice)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_program(found, kernels, sizes, experts, device)])
+
+
+def _program(
+    found: Here, kernels: Kernels, sizes: dict[str, Dims], experts: Experts | None, device: torch.device
+) -> list[str]:
+    registry = Registry(program_operations(found, kernels, experts), device)
+    named = {"project_in": "fused_a", "route": "router_product"}
+    of_program = {name: sizes[named[name]] for name in registry.operations}
+    _, told = choose_kernels(kernels, registry, of_program, torch.bfloat16, ROWS)
+    lines = [f"the program of a GPU (steps of {ROWS[0]} to {ROWS[-1]} tokens)"]
+    for used in told:
+        took = "" if used.microseconds is None else f"{used.microseconds} µs, "
+        lines += _wrapped(took + used.why, f"  {used.operation:<10}  {used.rows:<5}  {used.candidate}  ")
+    return lines
 
 
 def _candidates(choice: Choice) -> list[str]:

@@ -14,10 +14,12 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """By operation. All but `gated` fill tensors that they are given."""
+    """By operation. All but `project_in` and `gated` fill tensors that they are given."""
 
     embed: Callable[..., None]
     add_norm: Callable[..., None]
+    project_in: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """x [T, D] and w [Q + W, D] to [T, Q + W]: `linear` for the latents of queries and cache rows."""
     latent_rows: Callable[..., None]
     rope_q: Callable[..., None]
     absorb: Callable[..., None]
@@ -28,6 +30,8 @@ class Kernels:
     gather: Callable[..., None]
     prefill: Callable[..., None]
     route: Callable[..., None]
+    choose: Callable[..., None]
+    """`route` from logits, for who makes these by other means."""
     grouped_experts: Callable[..., None]
     linear: Callable[..., None]
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
+
 from splash_engines.kernels import Kernels
 from splash_plugins.absorb.reference import absorb
 from splash_plugins.cache_append.reference import append_rows, gather_rows
@@ -13,12 +15,13 @@ from splash_plugins.mla_attention.decode_reference import decode
 from splash_plugins.mla_attention.prefill_reference import prefill
 from splash_plugins.norm.reference import add_norm
 from splash_plugins.rope_q.reference import rope_q
-from splash_plugins.router.reference import route
+from splash_plugins.router.reference import choose, route
 from splash_plugins.value_up.reference import decode_values, value_up
 
 REFERENCE = Kernels(
     embed=embed,
     add_norm=add_norm,
+    project_in=F.linear,
     latent_rows=latent_rows,
     rope_q=rope_q,
     absorb=absorb,
@@ -29,6 +32,7 @@ REFERENCE = Kernels(
     gather=gather_rows,
     prefill=prefill,
     route=route,
+    choose=choose,
     grouped_experts=sum_of_experts,
     linear=linear,
     gated=gated,

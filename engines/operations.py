@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 
 from splash_engines import ops
 from splash_engines.registry import Candidate, Case, Function, Operation, relative_error
-from splash_engines.trtllm import HOPPER, Gpu, Trtllm
-from splash_engines.trtllm_headers import Headers, LaidOut
+from splash_engines.trtllm import HOPPER, Gpu, Trtllm, probe
+from splash_engines.trtllm_headers import Headers, LaidOut, find_headers
 from splash_trt import environment
 
 BLOCK = 128  # of the FP8 scales, in both directions
@@ -30,12 +31,26 @@ TOP_K = 2048
 
 @dataclass(frozen=True)
 class Here:
-    """What this machine offers candidates."""
+    """What this machine offers candidates; looked for when it is first asked for."""
 
     gpu: Gpu | None
-    trtllm: Trtllm
-    headers: Headers | str
-    """For the FP8 block product's compilation, or why there are none."""
+    find_trtllm: Callable[[], Trtllm]
+    """Loads the operators."""
+    find_headers: Callable[[], Headers | str]
+
+    @cached_property
+    def trtllm(self) -> Trtllm:
+        return self.find_trtllm()
+
+    @cached_property
+    def headers(self) -> Headers | str:
+        """For the FP8 block product's compilation, or why there are none."""
+        return self.find_headers()
+
+
+def this_machine() -> Here:
+    gpu = Gpu.here()
+    return Here(gpu, lambda: probe(gpu), find_headers)
 
 
 def operations(here: Here) -> tuple[Operation, ...]:
@@ -51,7 +66,7 @@ def weight_of(case: Case, generator: torch.Generator, out: int, inner: int) -> t
 
 
 def torch_candidate(function: Function, name: str = "torch") -> Candidate:
-    return Candidate(name=name, load=lambda: function)
+    return Candidate(name=name, load=lambda: function, trusted=True)
 
 
 def trtllm_candidate(

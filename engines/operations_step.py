@@ -5,7 +5,6 @@ T tokens, D hidden, I intermediate, E experts, k choices a token, H heads, L lat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,46 +25,28 @@ def step_operations(here: Here) -> tuple[Operation, ...]:
     return (norm(here), activation(here), experts(here), attention(here), merge(here))
 
 
-def _filling(function: Function, empty: Callable[..., tuple[torch.Tensor, ...]]) -> Function:
-    """One that returns what `function` fills: empty makes its last arguments from the others."""
-
-    def call(*arguments: Any) -> torch.Tensor:
-        out = empty(*arguments)
-        function(*arguments, *out)
-        return out[0]
-
-    return call
+def _candidates(here: Here, module: str, name: str, reference: Function) -> tuple[Candidate, Candidate]:
+    return torch_candidate(reference), triton_candidate(here, module, name)
 
 
-def _candidates(
-    here: Here, module: str, name: str, reference: Function, empty: Callable[..., tuple[torch.Tensor, ...]]
-) -> tuple[Candidate, Candidate]:
-    kernel = triton_candidate(here, module, name)
-
-    def load() -> Function | str:
-        found = kernel.load()
-        return found if isinstance(found, str) else _filling(found, empty)
-
-    return torch_candidate(reference), Candidate(name=kernel.name, load=load, unfit=kernel.unfit)
+def _unset(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What a function fills: nothing that could be taken for a result."""
+    return torch.full(shape, torch.nan, dtype=dtype or like.dtype, device=like.device)
 
 
 def norm(here: Here) -> Operation:
-    def empty(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        return (torch.full_like(hidden, torch.nan),)
+    def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
+        hidden, delta = (random_of(case, g, case["tokens"], case["hidden"]) for _ in range(2))
+        return hidden, delta, random_of(case, g, case["hidden"]), EPS, _unset(hidden, *hidden.shape)
 
-    reference = _filling(add_norm, empty)
     return Operation(
         name="add_norm",
         meaning="the residual's sum and its RMS norm",
-        reference=reference,
-        inputs=lambda case, g: (
-            random_of(case, g, case["tokens"], case["hidden"]),
-            random_of(case, g, case["tokens"], case["hidden"]),
-            random_of(case, g, case["hidden"]),
-            EPS,
-        ),
+        reference=add_norm,
+        inputs=inputs,
         disagreement=relative_error(1e-2),
-        candidates=_candidates(here, "norm.kernel", "add_norm", reference, empty),
+        candidates=_candidates(here, "norm.kernel", "add_norm", add_norm),
+        filled=1,
     )
 
 
@@ -81,32 +62,25 @@ def activation(here: Here) -> Operation:
 
 
 def experts(here: Here) -> Operation:
-    def empty(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        return (torch.full_like(x, torch.nan),)
-
     def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
         tokens, hidden, inner, here_too = case["tokens"], case["hidden"], case["inner"], case["experts"]
         gate_up = weight_of(case, g, here_too * 2 * inner, hidden).view(here_too, 2 * inner, hidden)
         down = weight_of(case, g, here_too * hidden, inner).view(here_too, hidden, inner)
         score = torch.rand((tokens, 2 * here_too), generator=g, device=case.device)
         weight, chosen = score.topk(case["top_k"], dim=-1)
-        return random_of(case, g, tokens, hidden), chosen.to(torch.int32), weight, gate_up, down, 0, None
+        x = random_of(case, g, tokens, hidden)
+        return x, chosen.to(torch.int32), weight, gate_up, down, 0, None, _unset(x, tokens, hidden)
 
-    reference = _filling(sum_of_experts, empty)
-    own = _candidates(here, "grouped_experts.kernel", "grouped_experts", reference, empty)
+    own = _candidates(here, "grouped_experts.kernel", "grouped_experts", sum_of_experts)
     product = triton_candidate(here, "grouped_experts.torch_kernel", "grouped_experts")
-
-    def load() -> Function | str:
-        found = product.load()
-        return found if isinstance(found, str) else _filling(found, empty)
-
     return Operation(
         name="grouped_experts",
         meaning="the routed experts of this rank, half of all",
-        reference=reference,
+        reference=sum_of_experts,
         inputs=inputs,
         disagreement=relative_error(2e-2),
-        candidates=(*own, Candidate(name="torch.grouped_mm", load=load, unfit=_grouped_mm_unfit)),
+        candidates=(*own, Candidate(name="torch.grouped_mm", load=product.load, unfit=_grouped_mm_unfit)),
+        filled=1,
     )
 
 
@@ -126,20 +100,23 @@ def attention(here: Here) -> Operation:
         length = torch.randint(1, case["context"] + 1, (tokens,), generator=g, device=device)
         slot = torch.randperm(tokens, generator=g, device=device)
         lists = [x.to(torch.int32) for x in (tables, slot, torch.zeros_like(slot), length)]
-        return random_of(case, g, tokens, case["heads"], width), pool, *lists, 1, case["latent"], width**-0.5
+        q = random_of(case, g, tokens, case["heads"], width)
+        out = _unset(q, tokens, case["heads"], case["latent"]), _unset(q, tokens, case["heads"], dtype=torch.float32)
+        return q, pool, *lists, 1, case["latent"], width**-0.5, *out
 
-    def empty(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        out = q.new_full((*q.shape[:2], rest[6]), torch.nan)
-        return out, torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=q.device)
+    close = relative_error(2e-2)
 
-    reference = _filling(decode, empty)
+    def disagreement(expected: tuple[torch.Tensor, ...], got: tuple[torch.Tensor, ...]) -> str | None:
+        return next(filter(None, map(close, expected, got)), None)
+
     return Operation(
         name="mla_attention",
         meaning="absorbed queries against paged latent rows (decode)",
-        reference=reference,
+        reference=decode,
         inputs=inputs,
-        disagreement=relative_error(2e-2),
-        candidates=_candidates(here, "mla_attention.decode_kernel", "decode", reference, empty),
+        disagreement=disagreement,
+        candidates=_candidates(here, "mla_attention.decode_kernel", "decode", decode),
+        filled=2,
     )
 
 

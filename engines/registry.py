@@ -2,13 +2,15 @@
 
 An operation has candidates: torch, our Triton kernels, TensorRT-LLM's operators. A candidate is used for a shape only
 after it agreed with the plain reference on fresh random inputs, on this device, in this process; among those that did,
-the one that took the least time. Where the reference is the only one, nothing is run. What became of each candidate is
-kept and can be read (`splash-trt inspect --ops`).
+the one that took the least time. Where ranks decide together, it has to be right on all of them, and its time is that
+of the slowest. Where only one is made for a shape, nothing is run. What became of each candidate is kept and can be
+read (`splash-trt inspect --ops`).
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +22,12 @@ import torch
 Function = Callable[..., Any]
 Dims = Mapping[str, int]
 Timer = Callable[[Callable[[], Any]], float]
+Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
+"""What all ranks give, in rank order, on each of them; text and numbers by name."""
 
 CHECKS = 2  # rounds of fresh inputs that a candidate has to get right
+COLD_BYTES = 128 << 20  # of inputs that calls take in turn: more than a GPU's L2 holds, as a step's weights are
+MOST_INPUTS = 16
 MICROSECONDS = 1e6
 
 
@@ -59,7 +65,9 @@ class Candidate:
     load: Callable[[], Function | str]
     """The function, which takes what the reference takes; or why there is none here."""
     unfit: Callable[[Case], str | None] = any_case
-    """Why it does not do this case; None: it does."""
+    """Why it does not do this case; None: it does. The same on all ranks: only the sizes and the dtype count."""
+    trusted: bool = False
+    """Used as it is where no other can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,8 @@ class Operation:
     disagreement: Callable[[Any, Any], str | None]
     """(the reference's result, a candidate's) to how they differ by more than they may; None: they agree."""
     candidates: tuple[Candidate, ...]
+    filled: int = 0
+    """So many of the last arguments are the result, which a function fills; 0: it returns its result."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,18 @@ class Choice:
 class Registry:
     """The operations' choices on one device, each made when it is asked for first, and kept."""
 
-    def __init__(self, operations: Sequence[Operation], device: torch.device, timer: Timer | None = None) -> None:
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        device: torch.device,
+        timer: Timer | None = None,
+        gather: Gather | None = None,
+    ) -> None:
+        """gather: of ranks that decide together; all of them then ask for the same choices, in the same order."""
         self.operations = {operation.name: operation for operation in operations}
         self._device = device
         self._timer = timer or (gpu_seconds if device.type == "cuda" else cpu_seconds)
+        self._gather = gather or (lambda told: [told])
         self._choices: dict[tuple[object, ...], Choice] = {}
 
     def choose(self, name: str, dims: Dims, dtype: torch.dtype) -> Choice:
@@ -115,49 +133,114 @@ class Registry:
 
     def _decide(self, operation: Operation, case: Case) -> Choice:
         findings: dict[str, Finding] = {}
-        usable: dict[str, Function] = {}
+        fit: list[Candidate] = []
         for candidate in operation.candidates:
-            function = candidate.load()
-            if isinstance(function, str):
-                findings[candidate.name] = Finding(candidate.name, Verdict.ABSENT, function)
-            elif (unfit := candidate.unfit(case)) is not None:
-                findings[candidate.name] = Finding(candidate.name, Verdict.UNFIT, unfit)
+            unfit = candidate.unfit(case)
+            if unfit is None:
+                fit.append(candidate)
             else:
-                usable[candidate.name] = function
-        if list(usable.values()) != [operation.reference]:
-            findings |= {name: self._measure(operation, name, usable[name], case) for name in usable}
-        times = {f.candidate: f.microseconds for f in findings.values() if f.microseconds is not None}
-        right = [name for name in usable if name in times or name not in findings]
-        in_order = [findings.get(c.name, Finding(c.name, Verdict.USED, "")) for c in operation.candidates]
-        if not right:
+                findings[candidate.name] = Finding(candidate.name, Verdict.UNFIT, unfit)
+        usable = self._loaded(fit, findings)
+        times: dict[str, float] = {}
+        trusted = [c.name for c in fit if c.trusted]
+        if list(usable) == trusted and len(trusted) == 1:
+            (best,) = usable
+            findings[best] = Finding(best, Verdict.USED, "")
+        else:
+            times = self._measured(operation, case, usable, findings)
+            best = min(times, key=lambda name: times[name], default="")
+        in_order = tuple(_judge(findings.get(c.name), c.name, best, times) for c in operation.candidates)
+        if not best:
             said = "; ".join(f"{f.candidate}: {f.verdict.value}, {f.reason}" for f in in_order)
             raise RuntimeError(f"{operation.name} {dict(case.dims)}: no candidate can be used: {said}")
-        best = min(right, key=lambda name: times.get(name, 0.0))
-        return Choice(operation.name, usable[best], tuple(_judge(f, best, times) for f in in_order))
+        return Choice(operation.name, usable[best], in_order)
 
-    def _measure(self, operation: Operation, name: str, function: Function, case: Case) -> Finding:
-        """Hold a candidate against the reference, then take its time."""
+    def _loaded(self, fit: Sequence[Candidate], findings: dict[str, Finding]) -> dict[str, Function]:
+        """The functions that every rank has; notes which are absent."""
+        found = {candidate.name: candidate.load() for candidate in fit}
+        absent = {name: why for name, why in found.items() if isinstance(why, str)}
+        if not (len(fit) == 1 and fit[0].trusted):
+            absent = self._reasons(absent)
+        findings |= {name: Finding(name, Verdict.ABSENT, why) for name, why in absent.items()}
+        return {name: f for name, f in found.items() if name not in absent and not isinstance(f, str)}
+
+    def _measured(
+        self, operation: Operation, case: Case, usable: Mapping[str, Function], findings: dict[str, Finding]
+    ) -> dict[str, float]:
+        """The time in seconds of each that is right on every rank; notes which are wrong."""
         generator = torch.Generator(device=case.device)
-        for seed in range(CHECKS):
-            arguments = operation.inputs(case, generator.manual_seed(seed))
-            expected = operation.reference(*_copies(arguments))
-            try:
-                wrong = operation.disagreement(expected, function(*_copies(arguments)))
-            except (RuntimeError, ValueError, NotImplementedError) as error:
-                wrong = f"it failed: {' '.join(str(error).split())[:200]}"
-            if wrong is not None:
-                return Finding(name, Verdict.WRONG, wrong)
-        seconds = self._timer(lambda: function(*arguments))
-        return Finding(name, Verdict.SLOWER, "", seconds * MICROSECONDS)
+        rounds = [operation.inputs(case, generator.manual_seed(seed)) for seed in range(CHECKS)]
+        expected = [_result(operation, operation.reference, arguments) for arguments in rounds]
+        turns = self._turns(operation, case, rounds) if usable else rounds
+        wrong: dict[str, str] = {}
+        times: dict[str, float] = {}
+        for name, function in usable.items():
+            why = _defect(operation, function, rounds, expected)
+            if why is None:
+                times[name] = self._time(function, turns)
+            else:
+                wrong[name] = why
+        wrong = self._reasons(wrong)
+        findings |= {name: Finding(name, Verdict.WRONG, why) for name, why in wrong.items()}
+        everywhere = self._gather(times)
+        return {name: max(told[name] for told in everywhere) for name in usable if name not in wrong}
+
+    def _turns(self, operation: Operation, case: Case, rounds: list[Sequence[Any]]) -> list[Sequence[Any]]:
+        """Inputs for calls that are timed. On a GPU as many as keep one call's from being in the cache at the next."""
+        if case.device.type != "cuda":
+            return rounds[:1]
+        size = sum(a.nbytes for a in rounds[0] if isinstance(a, torch.Tensor))
+        count = min(MOST_INPUTS, -(-COLD_BYTES // max(1, size)))
+        generator = torch.Generator(device=case.device)
+        more = [operation.inputs(case, generator.manual_seed(seed)) for seed in range(CHECKS, count)]
+        return [*rounds, *more][:count]
+
+    def _time(self, function: Function, turns: Sequence[Sequence[Any]]) -> float:
+        turn = itertools.cycle(turns)
+        return self._timer(lambda: function(*next(turn)))
+
+    def _reasons(self, mine: dict[str, str]) -> dict[str, str]:
+        """What any rank says against a candidate, by its name; with the rank, unless all say it."""
+        everywhere = self._gather(mine)
+        found: dict[str, str] = {}
+        for rank, told in enumerate(everywhere):
+            for name, why in told.items():
+                common = all(other.get(name) == why for other in everywhere)
+                found.setdefault(name, why if common else f"rank {rank}: {why}")
+        return found
 
 
-def _judge(finding: Finding, best: str, times: Mapping[str, float]) -> Finding:
-    if finding.candidate == best:
-        return Finding(best, Verdict.USED, finding.reason, finding.microseconds)
-    if finding.microseconds is None:
+def _judge(finding: Finding | None, name: str, best: str, times: Mapping[str, float]) -> Finding:
+    if finding is not None:
         return finding
-    longer = finding.microseconds / times[best]
-    return Finding(finding.candidate, Verdict.SLOWER, f"{longer:.2f} times as long", finding.microseconds)
+    microseconds = times[name] * MICROSECONDS
+    if name == best:
+        return Finding(name, Verdict.USED, "", microseconds)
+    return Finding(name, Verdict.SLOWER, f"{times[name] / times[best]:.2f} times as long", microseconds)
+
+
+def _defect(
+    operation: Operation, function: Function, rounds: Sequence[Sequence[Any]], expected: Sequence[Any]
+) -> str | None:
+    """How a function disagrees with the reference; None: in no round."""
+    for arguments, right in zip(rounds, expected, strict=True):
+        try:
+            wrong = operation.disagreement(right, _result(operation, function, arguments))
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            wrong = f"it failed: {' '.join(str(error).split())[:200]}"
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _result(operation: Operation, function: Function, arguments: Sequence[Any]) -> Any:
+    """What a call gives: one tensor if it fills one, a tuple if it fills several."""
+    own = _copies(arguments)
+    returned = function(*own)
+    if not operation.filled:
+        return returned
+    filled = own[-operation.filled :]
+    return filled[0] if operation.filled == 1 else tuple(filled)
 
 
 def _copies(arguments: Sequence[Any]) -> list[Any]:

@@ -73,7 +73,8 @@ def main() -> int:
     parser.add_argument("--try-fp8", choices=["plain", "headers"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     gpu = Gpu.here()
-    here = Here(gpu, probe(gpu), find_headers(options.headers / "deep_gemm" if options.headers else None))
+    folder = options.headers / "deep_gemm" if options.headers else None
+    here = Here(gpu, lambda: probe(gpu), lambda: find_headers(folder))
     if options.try_fp8:
         return try_fp8(here, options.try_fp8 == "headers")
     print(f"gpu {gpu}; torch {torch.__version__}; operators {here.trtllm.package}")

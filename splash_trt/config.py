@@ -26,6 +26,7 @@ class Layout(enum.IntEnum):
 DTYPES = ("float64", "float32", "bfloat16")
 RUN_ON = ("cpu", "gpu")
 SIMULATED_ROUTING = ("", "uniform")
+OPERATORS = ("auto", "own")
 FORMATS = (*DTYPES, "fp8")
 
 
@@ -105,13 +106,20 @@ class EngineConfig:
     simulate_routing: str = ""
     """For performance work with random weights, whose routers prefer few experts: "uniform" replaces each token's
     choice of experts by a uniformly random one, which its layer, position and id decide alone. Outputs are nonsense."""
+    operators: str = "auto"
+    """On GPUs: "own" kernels alone, or "auto": TensorRT-LLM's operators too, where they are right and faster."""
 
     def __post_init__(self) -> None:
         for layout in (self.layout, *self.layouts):
             if not isinstance(layout, Layout):
                 field = "layout" if layout is self.layout else "layouts"
                 raise ValueError(f"{field}: {layout!r} is not a Layout; Layout.parse makes one of a name")
-        for field, allowed in (("dtype", DTYPES), ("run_on", RUN_ON), ("simulate_routing", SIMULATED_ROUTING)):
+        for field, allowed in (
+            ("dtype", DTYPES),
+            ("run_on", RUN_ON),
+            ("simulate_routing", SIMULATED_ROUTING),
+            ("operators", OPERATORS),
+        ):
             if getattr(self, field) not in allowed:
                 names = ", ".join(name or "an empty string" for name in allowed)
                 raise ValueError(f"{field}: {getattr(self, field)!r} is not one of {names}")

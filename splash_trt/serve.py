@@ -72,6 +72,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None
     step_deadline_s: float = 60.0
     simulate_routing: str | None = None
+    operators: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
     device: str | None = None
@@ -141,6 +142,7 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
         layout=Layout.TP if auto else Layout.parse(options.layout),
         layouts=tuple(Layout),
         simulate_routing=options.simulate_routing or "",
+        operators=options.operators,
         page_tokens=options.page_tokens,
         max_context=options.max_context,
         step_deadline_s=options.step_deadline_s,

@@ -223,9 +223,40 @@ def route(
         x, x.stride(0), router, num_tokens, partial, num_rows, groups, size,
         WIDTH=width, SLICE=slice_width, PRECISION=precision, **held, **product,
     )  # fmt: skip
+    _choose_from(partial, bias, experts, num_tokens, choice, weight)
+
+
+def choose(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: Experts,
+    num_tokens: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """As plugins/router/reference.py, where groups and a group's experts are powers of two, 16 experts or more."""
+    assert logits.is_contiguous() and logits.dtype is torch.float32
+    held = _columns(experts.num_groups, experts.num_experts // experts.num_groups)
+    assert held["GROUPS"] * held["SIZE"] == logits.shape[1] == experts.num_experts, (held, logits.shape)
+    if len(logits):
+        _choose_from(logits[None], bias, experts, num_tokens, choice, weight)
+
+
+def _choose_from(
+    partial: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: Experts,
+    num_tokens: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """partial [slices, T, columns]: to be added, with experts as _columns places them."""
+    slices, num_rows, columns = partial.shape
+    groups, size = experts.num_groups, experts.num_experts // experts.num_groups
     choose_kernel[(triton.cdiv(num_rows, CHOOSE_ROWS),)](
         partial, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
-        SLICES=slices, ROWS=CHOOSE_ROWS, **held, **rules, num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)),
+        SLICES=slices, ROWS=CHOOSE_ROWS, **_columns(groups, size), **_rules(experts),
+        num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)),
     )  # fmt: skip
 
 

@@ -25,7 +25,18 @@ def route(
     num_tokens [1] int32: rows from there on are padding and get choice -1, weight 0.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits = F.linear(x.to(wide), router.to(wide))
+    choose(F.linear(x.to(wide), router.to(wide)), bias, experts, num_tokens, choice, weight)
+
+
+def choose(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: Experts,
+    num_tokens: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """As route, from logits [T, E] in float32 or wider."""
     scores = logits.sigmoid() if experts.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
     ranking = scores if bias is None else scores + bias
     if experts.num_groups > 1:
@@ -41,7 +52,7 @@ def route(
     value = scores.gather(1, chosen)
     if experts.normalize:
         value = value / (value.sum(dim=-1, keepdim=True) + 1e-20)
-    padding = torch.arange(len(x), device=x.device)[:, None] >= num_tokens
+    padding = torch.arange(len(logits), device=logits.device)[:, None] >= num_tokens
     choice.copy_(chosen.masked_fill(padding, -1))
     weight.copy_((value * experts.scale).masked_fill(padding, 0.0))
 

@@ -44,12 +44,22 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
 @click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="With --ops: of a step.")
 def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
     """Say what an engine holds. With --ops, what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
-    from splash_engines.inspect_operations import DEEPSEEK_V3_2, format_operations, here, sizes_of
+    from splash_engines.inspect_operations import DEEPSEEK_EXPERTS, DEEPSEEK_V3_2, format_operations, sizes_of
+    from splash_engines.kernels_reference import REFERENCE
     from splash_engines.open import format_inspection, inspect_engine, open_engine
+    from splash_engines.operations import this_machine
 
     if ops:
-        sizes = DEEPSEEK_V3_2 if engine is None else sizes_of(or_fail(lambda: open_engine(engine)).model)
-        click.echo(format_operations(here(), sizes, tokens))
+        machine, kernels = this_machine(), REFERENCE
+        if machine.gpu is not None:
+            from splash_engines.kernels_cuda import CUDA
+
+            kernels = CUDA
+        sizes, experts = DEEPSEEK_V3_2, DEEPSEEK_EXPERTS
+        if engine is not None:
+            model = or_fail(lambda: open_engine(engine)).model
+            sizes, experts = sizes_of(model), model.experts
+        click.echo(format_operations(machine, kernels, sizes, experts, tokens))
     elif engine is None:
         raise click.UsageError("Missing argument 'ENGINE'.")
     else:

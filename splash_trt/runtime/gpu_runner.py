@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from mpi4py import MPI
 
+from splash_engines.choose import choose_kernels
+from splash_engines.kernels import Kernels
 from splash_engines.kernels_cuda import CUDA
 from splash_engines.kernels_reference import REFERENCE
+from splash_engines.operations import this_machine
+from splash_engines.operations_program import program_operations, program_sizes
+from splash_engines.registry import Registry
 from splash_plugins.clock.kernel import stamp
 from splash_plugins.mla_attention.prefill_kernel import tiles_of
 from splash_plugins.piece_copy.kernel import piece_copy
@@ -16,13 +24,14 @@ from splash_plugins.shard_sample import kernel as sample_kernel
 from splash_plugins.shard_sample import reference as sample_reference
 from splash_trt.config import EngineConfig
 from splash_trt.dist.world import World
-from splash_trt.memory.arena import Arena
+from splash_trt.memory.arena import DTYPES, Arena
 from splash_trt.memory.device_memory import DeviceMemory
 from splash_trt.memory.map import memory_map
 from splash_trt.migration.carrier import CudaCarrier
 from splash_trt.migration.peer_mover import PeerMover
 from splash_trt.migration.pieces import Places
 from splash_trt.models.config import ModelConfig
+from splash_trt.observe.log import event
 from splash_trt.runtime.device_clock import CudaClock
 from splash_trt.runtime.device_runner import DeviceRunner
 from splash_trt.runtime.mailbox import half_bytes
@@ -30,6 +39,8 @@ from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.peers_cuda import connect, reachable
 from splash_trt.runtime.shapes import ladder
 from splash_trt.weights.source import WeightSource
+
+log = logging.getLogger(__name__)
 
 MAX_GRAPHED = 1024
 """Hidden states of a rank up to which decoding is captured; above, launching costs less than the kernels take."""
@@ -53,6 +64,7 @@ def gpu_runner(
         carrier = CudaCarrier(world.device, places.unit, piece_copy)
         peers, mover = mapped, PeerMover(world.rank, places, carrier, mapped.begin)
     exact = config.dtype == "float64"
+    decode_sizes = ladder(1, _most_graphed(config), 4)
     runner = DeviceRunner(
         model,
         config,
@@ -61,18 +73,32 @@ def gpu_runner(
         source,
         tokenizer,
         arena=Arena(maps[world.rank], memory.bytes),
-        kernels=REFERENCE if exact else CUDA,
+        kernels=REFERENCE if exact else _kernels(world, model, config, decode_sizes),
         sample=sample_reference if exact else sample_kernel,
         peers=peers,
         tiles=tiles_of,
         clock=CudaClock(stamp, world.device),
-        decode_sizes=ladder(1, _most_graphed(config), 4),
+        decode_sizes=decode_sizes,
         capture=near and not exact,
         mover=mover,
     )
     runner.warm_up()
     torch.cuda.synchronize()
     return runner
+
+
+def _kernels(world: World, model: ModelConfig, config: EngineConfig, decode_sizes: Sequence[int]) -> Kernels:
+    """The same on all ranks, so that what they compute alike has the same bits; said in rank 0's log."""
+    if config.operators == "own":
+        return CUDA
+    operations = program_operations(this_machine(), CUDA, model.experts)
+    registry = Registry(operations, world.device, gather=MPI.COMM_WORLD.allgather)
+    rows = sorted({size * ranks for size in decode_sizes for ranks in (1, world.size)})
+    kernels, told = choose_kernels(CUDA, registry, program_sizes(model), DTYPES[config.dtype], rows)
+    if world.rank == 0:
+        for used in told:
+            event(log, logging.INFO, "operator", **dataclasses.asdict(used))
+    return kernels
 
 
 def _most_graphed(config: EngineConfig) -> int:

@@ -77,8 +77,7 @@ class LatentAttention:
         """q [T_r, H, nope + R], not rotated yet, and the tokens' cache rows [T_r, W], stored where they belong."""
         model, own, p = self._model, self._own, f"layers.{layer}."
         query = model.q_lora_rank or 0
-        qkv = x.new_empty((len(x), query + model.row_width))
-        self._project_in(layer, x, qkv)
+        qkv = self._project_in(layer, x)
         latent = x.new_empty((len(x), query)) if query else None
         rows = x.new_empty((len(x), model.row_width))
         self._k.latent_rows(
@@ -106,19 +105,21 @@ class LatentAttention:
             first += len(w)
         return q, rows
 
-    def _project_in(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _project_in(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """x [T_r, D] through q_a and kv_a: [T_r, Q + W]."""
         own, p, query = self._own, f"layers.{layer}.", self._model.q_lora_rank or 0
         both = self._qkv[layer]
         if both is not None:
-            self._k.linear(x, both, out)
+            out = self._k.project_in(x, both)
         else:
+            out = x.new_empty((len(x), query + self._model.row_width))
             if query:
                 self._k.linear(x, own[p + "q_a"], out[:, :query])
             self._k.linear(x, own[p + "kv_a"], out[:, query:])
         for name, part in (("q_a_bias", out[:, :query]), ("kv_a_bias", out[:, query:])):
             if p + name in own:
                 part += own[p + name]
+        return out
 
     def _absorb(self, layer: int, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
         """q [A, H, nope + R], not rotated, into out [A, H or more, W]."""

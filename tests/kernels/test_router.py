@@ -7,7 +7,7 @@ import torch
 
 from splash_engines import ops
 from splash_plugins.router import reference
-from splash_plugins.router.kernel import route
+from splash_plugins.router.kernel import choose, route
 from splash_trt.models.config import Experts, GroupScore, Scoring
 
 pytestmark = pytest.mark.kernels
@@ -94,6 +94,25 @@ def test_rows_of_padding_choose_nobody(device: str, slices: int) -> None:
     num_tokens = torch.tensor([17], dtype=torch.int32, device=device)
     route(x, torch.randn(64, 96, device=device), None, experts, num_tokens, choice, weight, slices=slices)
     assert (choice[17:] == -1).all() and (weight[17:] == 0).all() and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["glm", "deepseek-v3"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+def test_choosing_from_logits_that_others_made(device: str, form: str, num_tokens: int) -> None:
+    experts = FORMS[form]
+    logits = torch.randn(num_tokens, 64, device=device)
+    bias = torch.randn(64, device=device) / 4
+    real = torch.tensor([num_tokens - 2], dtype=torch.int32, device=device)
+    logits[num_tokens - 2 :] = torch.nan if num_tokens > 2 else 1.0
+    got = (
+        torch.full((num_tokens, experts.top_k), -7, dtype=torch.int32, device=device),
+        torch.full((num_tokens, experts.top_k), torch.nan, device=device),
+    )
+    want = torch.empty_like(got[0]), torch.empty_like(got[1])
+    choose(logits, bias, experts, real, *got)
+    reference.choose(logits, bias, experts, real, *want)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("real", [0, 5])

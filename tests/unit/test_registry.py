@@ -22,6 +22,7 @@ from splash_engines.registry import (
     Candidate,
     Case,
     Choice,
+    Finding,
     Function,
     Operation,
     Registry,
@@ -147,13 +148,63 @@ def test_reasons_are_kept() -> None:
     assert choose(Watch(reference=1.0, fast=0.5), few, candidate(reference), tokens=2).used == "fast"
 
 
+def fills(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(x, 2, out=out)
+
+
+def test_what_is_filled_is_the_result() -> None:
+    def lazy(x: torch.Tensor, out: torch.Tensor) -> None:
+        out[1:] = 2 * x[1:]
+
+    into = Operation(
+        name="double", meaning="", reference=fills, disagreement=relative_error(1e-6), filled=1,
+        inputs=lambda case, g: (torch.randn(3, generator=g), torch.full((3,), torch.nan)),
+        candidates=(candidate(fills), candidate(lazy)),
+    )  # fmt: skip
+    choice = Registry([into], CPU, Watch(fills=1.0)).choose("double", {}, torch.float32)
+    assert choice.function is fills and choice.findings[1].verdict is Verdict.WRONG
+
+
+def told_by(*others: dict[str, Any]) -> Callable[[dict[str, Any]], Sequence[dict[str, Any]]]:
+    """Ranks of which this one is the first; the others tell what is theirs to tell at each turn."""
+    turns = iter(others)
+    return lambda mine: [mine, next(turns)]
+
+
+def test_ranks_decide_alike() -> None:
+    """Each candidate is as slow as on its slowest rank, and what one rank lacks or gets wrong nobody uses."""
+    known = {"watch": Watch(reference=3e-6, fast=1e-6)}
+
+    def decide(*others: dict[str, Any]) -> Choice:
+        both = operation(candidate(reference), candidate(fast))
+        registry = Registry([both], CPU, known["watch"], told_by(*others))
+        return registry.choose("double", {"tokens": 3}, torch.float32)
+
+    there = decide({}, {}, {"reference": 3e-6, "fast": 4e-6})
+    assert there.used == "reference" and there.findings[1].microseconds == pytest.approx(4.0)
+    assert decide({}, {}, {"reference": 9e-6, "fast": 4e-6}).used == "fast"
+    absent = decide({"fast": "not installed"}, {}, {"reference": 3e-6})
+    assert absent.findings[1] == Finding("fast", Verdict.ABSENT, "rank 1: not installed")
+    wrong = decide({}, {"fast": "relative error 1.0"}, {"reference": 3e-6})
+    assert wrong.findings[1] == Finding("fast", Verdict.WRONG, "rank 1: relative error 1.0")
+
+
+def test_nobody_is_asked_at_sizes_that_only_one_is_made_for() -> None:
+    def never(mine: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        raise AssertionError
+
+    misfit = Candidate(name="misfit", load=lambda: pytest.fail("loaded"), unfit=lambda case: "other sizes")
+    alone = operation(candidate(reference, trusted=True), misfit)
+    assert Registry([alone], CPU, Watch(), never).choose("double", {"tokens": 3}, torch.float32).used == "reference"
+
+
 def test_a_reference_alone_is_not_run() -> None:
     def never(case: Case, g: torch.Generator) -> Sequence[Any]:
         raise AssertionError
 
     alone = Operation(
         name="double", meaning="", reference=reference, inputs=never, disagreement=relative_error(0.0),
-        candidates=(Candidate(name="absent", load=lambda: "no"), candidate(reference)),
+        candidates=(Candidate(name="absent", load=lambda: "no"), candidate(reference, trusted=True)),
     )  # fmt: skip
     choice = Registry([alone], CPU, Watch()).choose("double", {}, torch.float32)
     assert choice.used == "reference" and choice.findings[1].microseconds is None
@@ -211,7 +262,7 @@ OPERATORS: dict[str, Function] = {
     "fp8_quantize_1x128": _quantize,
     "fp8_block_scaling_gemm_impl": _product,
 }
-HERE = Here(None, Operators("tensorrt_llm 1.2.1", (), has_headers=True), "no headers")
+HERE = Here(None, lambda: Operators("tensorrt_llm 1.2.1", (), has_headers=True), lambda: "no headers")
 CASES = {
     "router_product": {"tokens": 3, "hidden": DSV3_HIDDEN, "experts": 256},
     "fused_a": {"tokens": 3, "hidden": DSV3_HIDDEN, "out": DSV3_A_OUT},
@@ -278,9 +329,13 @@ def test_steps_operations_agree_with_themselves_on_inputs_that_matter() -> None:
     for made in step_operations(HERE):
         case = Case(dims=SMALL, dtype=torch.float32, device=CPU)
         arguments = made.inputs(case, torch.Generator().manual_seed(1))
-        expected = made.reference(*[a.clone() if isinstance(a, torch.Tensor) else a for a in arguments])
-        assert not bool(expected.isnan().any()) and made.disagreement(expected, expected.clone()) is None
-        assert made.disagreement(expected, expected * 1.03) is not None, made.name
+        returned = made.reference(*arguments)
+        parts = arguments[-made.filled :] if made.filled else (returned,)
+        assert not any(bool(part.isnan().any()) for part in parts)
+        for wrong in range(len(parts)):
+            scaled = tuple(part * 1.03 if i == wrong else part.clone() for i, part in enumerate(parts))
+            both = (parts, scaled) if len(parts) > 1 else (parts[0], scaled[0])
+            assert made.disagreement(both[0], both[0]) is None and made.disagreement(*both) is not None, made.name
         assert [c.load() for c in made.candidates if c.name.startswith("triton")] == [
             "Triton's kernels need a GPU, and this machine has none"
         ]

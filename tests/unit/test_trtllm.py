@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from splash_engines import inspect_operations
-from splash_engines.inspect_operations import DEEPSEEK_V3_2, format_operations, sizes_of
+from splash_engines import operations
+from splash_engines.inspect_operations import DEEPSEEK_EXPERTS, DEEPSEEK_V3_2, format_operations, sizes_of
+from splash_engines.kernels_reference import REFERENCE
 from splash_engines.operations import Here
 from splash_engines.trtllm import Gpu, Trtllm, numbers_of, probe
 from splash_engines.trtllm_headers import CUDA_HEADERS, Headers, LaidOut, find_headers
@@ -141,31 +142,38 @@ def test_the_path_is_as_before_even_after_a_failure(tmp_path: Path) -> None:
 
 
 def here() -> Here:
-    return Here(None, Installed({}).probe(None), "no headers")
+    return Here(None, lambda: Installed({}).probe(None), lambda: "no headers")
 
 
 def test_the_list_tells_of_each_operation_what_is_used_and_why() -> None:
-    text = format_operations(here(), DEEPSEEK_V3_2, tokens=2)
+    text = format_operations(here(), REFERENCE, DEEPSEEK_V3_2, DEEPSEEK_EXPERTS, tokens=2)
     assert text.startswith(
         "2 tokens, bfloat16, on a CPU\nTensorRT-LLM's operators: none\n  tensorrt_llm: not installed"
     )
-    blocks = text.split("\n\n")[1:]
+    *blocks, program = text.split("\n\n")[1:]
     assert [b.split(" ")[0] for b in blocks] == list(DEEPSEEK_V3_2)
     for block in blocks:
         lines = [line.split(maxsplit=2) for line in block.splitlines()[1:]]
         assert [words[0] for words in lines if words[1] == "used"] == ["torch"]
         assert all(words[1] == "absent" and "are not here" in words[2] for words in lines if "trtllm" in words[0])
     assert max(map(len, text.splitlines())) <= 120
+    assert [line.split(maxsplit=5)[:5] for line in program.splitlines()[1:] if line[2] != " "] == [
+        ["project_in", "1-16", "own", "trtllm.dsv3_fused_a_gemm_op", "is"],
+        ["project_in", "32", "own", "trtllm.dsv3_fused_a_gemm_op", "is"],
+        ["route", "1-16", "own", "trtllm.dsv3_router_gemm_op", "is"],
+        ["route", "32", "own", "trtllm.dsv3_router_gemm_op", "is"],
+    ]
 
 
 def test_a_model_has_the_operations_of_its_own_sizes() -> None:
-    sizes = sizes_of(load_config(ROOT / "models" / "splash-tiny"))
+    model = load_config(ROOT / "models" / "splash-tiny")
+    sizes = sizes_of(model)
     assert sizes["router_product"] == {"hidden": 256, "experts": 16} and "indexer_topk" not in sizes
-    assert "indexer_topk: not in this model" in format_operations(here(), sizes, tokens=2)
+    assert "indexer_topk: not in this model" in format_operations(here(), REFERENCE, sizes, model.experts, tokens=2)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_operations, "here", here)
+    monkeypatch.setattr(operations, "this_machine", here)
     done = CliRunner().invoke(inspect_command, ["--ops", "--tokens", "3"])
     assert done.exit_code == 0 and done.output.startswith("3 tokens, bfloat16, on a CPU")
     done = CliRunner().invoke(inspect_command, [])
@@ -176,5 +184,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_probe_of_this_process_loads_nothing_without_a_gpu() -> None:
     if Gpu.here() is None:
-        inspect_operations.here()
+        operations.this_machine().trtllm.operator("dsv3_router_gemm_op")
         assert not {"tensorrt_llm", "trtllm_kernel"} & set(sys.modules)

@@ -1,0 +1,125 @@
+"""The operations of the GPU program (splash_trt/runtime/program.py) that others' kernels do at some sizes.
+
+They have the names and the signatures of the `Kernels` table. Each has our own kernel as a candidate, which is used
+unseen at sizes that nobody else's is made for. T tokens, D hidden, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from splash_engines.kernels import Kernels
+from splash_engines.operations import Here, fused_a, random_of, router_product, weight_of
+from splash_engines.registry import Candidate, Case, Dims, Function, Operation, relative_error
+from splash_plugins.router import reference
+from splash_trt.models.config import Experts, ModelConfig
+
+OWN = "own"
+NEAR = 1e-3  # relative changes of a router that must not change the choice of a token to test with
+
+
+def program_operations(here: Here, kernels: Kernels, experts: Experts | None) -> tuple[Operation, ...]:
+    """kernels: our own. experts: of a model that has such layers."""
+    return (project_in(here, kernels), *(() if experts is None else (route(here, kernels, experts),)))
+
+
+def program_sizes(model: ModelConfig) -> dict[str, Dims]:
+    """Each operation's sizes in this model, but for the tokens."""
+    out = (model.q_lora_rank or 0) + model.row_width
+    sizes: dict[str, Dims] = {"project_in": {"hidden": model.hidden_size, "out": out}}
+    if model.experts is not None:
+        sizes["route"] = {"hidden": model.hidden_size, "experts": model.experts.num_experts}
+    return sizes
+
+
+def own(function: Function) -> Candidate:
+    return Candidate(name=OWN, load=lambda: function, trusted=True)
+
+
+def _others(operation: Operation) -> list[Candidate]:
+    return [candidate for candidate in operation.candidates if candidate.name.startswith("trtllm.")]
+
+
+def project_in(here: Here, kernels: Kernels) -> Operation:
+    product = fused_a(here)
+    candidates = (own(kernels.project_in), *_others(product))
+    return dataclasses.replace(product, name="project_in", candidates=candidates)
+
+
+def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
+    """Others make logits; the choice from them is our own."""
+
+    def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
+        tokens = case["tokens"]
+        router = weight_of(case, g, experts.num_experts, case["hidden"])
+        bias = 0.1 * torch.randn(experts.num_experts, generator=g, device=case.device)
+        x = _decided(random_of(case, g, 4 * tokens + 16, case["hidden"]), router, bias, experts, g)[:tokens]
+        real = torch.tensor([tokens - tokens // 4], dtype=torch.int32, device=case.device)
+        choice = torch.full((tokens, experts.top_k), experts.num_experts, dtype=torch.int32, device=case.device)
+        return x, router, bias, experts, real, choice, torch.full_like(choice, torch.nan, dtype=torch.float32)
+
+    return Operation(
+        name="route",
+        meaning="a token's experts and their weights",
+        reference=reference.route,
+        inputs=inputs,
+        disagreement=_routes_disagree(experts.num_experts),
+        candidates=(own(kernels.route), *(_chosen_from(c, kernels) for c in _others(router_product(here)))),
+        filled=2,
+    )
+
+
+def _chosen_from(product: Candidate, kernels: Kernels) -> Candidate:
+    """From a candidate for the logits to one that routes."""
+
+    def load() -> Function | str:
+        found = product.load()
+        if isinstance(found, str):
+            return found
+        logits = found
+
+        def call(x: torch.Tensor, router: torch.Tensor, *rest: Any) -> None:
+            kernels.choose(logits(x, router), *rest)
+
+        return call
+
+    return dataclasses.replace(product, load=load)
+
+
+def _decided(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, experts: Experts, g: torch.Generator
+) -> torch.Tensor:
+    """Those rows of x whose experts are the same ones after a small change of the router: in which order somebody
+    adds numbers up must not decide."""
+
+    def chosen(weight: torch.Tensor) -> torch.Tensor:
+        choice = torch.empty((len(x), experts.top_k), dtype=torch.int32, device=x.device)
+        rows = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+        reference.route(x, weight, bias, experts, rows, choice, torch.empty_like(choice, dtype=torch.float32))
+        return choice.sort(dim=1).values
+
+    wide = router.float()
+    noise = torch.randn(wide.shape, generator=g, device=x.device)
+    return x[(chosen(wide) == chosen(wide * (1 + NEAR * noise))).all(dim=1)].contiguous()
+
+
+def _routes_disagree(num_experts: int) -> Function:
+    close = relative_error(1e-3)
+
+    def dense(routed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        choice, weight = routed
+        return torch.zeros((len(choice), num_experts + 1), device=weight.device).scatter_(1, choice.long() + 1, weight)
+
+    def disagreement(expected: tuple[torch.Tensor, torch.Tensor], got: tuple[torch.Tensor, torch.Tensor]) -> str | None:
+        outside = (got[0] < -1) | (got[0] >= num_experts)
+        if bool(outside.any()):
+            return f"{int(outside.sum())} choices are of no expert"
+        padded = (expected[0] == -1) != (got[0] == -1)
+        if bool(padded.any()):
+            return f"{int(padded.any(dim=1).sum())} tokens are padding to one of them alone"
+        return close(dense(expected), dense(got))
+
+    return disagreement
