@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from splash_engines.kernels import Kernels
 from splash_engines.kernels_reference import REFERENCE
 from splash_plugins.mla_attention.prefill_kernel import tiles_of
 from splash_plugins.shard_sample import reference as shard_sample
@@ -23,12 +24,15 @@ from splash_trt.runtime.peers import CollectivePeers
 from splash_trt.weights.source import WeightSource
 
 MakeMover = Callable[[World, ModelConfig, EngineConfig, Arena], PeerMover]
+MakeKernels = Callable[[World, ModelConfig, EngineConfig], Kernels]
 
 
 @contextmanager
-def device_ranks(decode_sizes: Sequence[int] = (), make_mover: MakeMover | None = None) -> Iterator[None]:
+def device_ranks(
+    decode_sizes: Sequence[int] = (), make_mover: MakeMover | None = None, make_kernels: MakeKernels | None = None
+) -> Iterator[None]:
     """All workers that start in it. decode_sizes: what those that only decode are padded to. make_mover: of ranks
-    that write into each other's memory."""
+    that write into each other's memory. make_kernels: of ranks with others than the plain ones."""
 
     def make(
         world: World, model: ModelConfig, config: EngineConfig, source: WeightSource, tokenizer: Path | None
@@ -42,7 +46,7 @@ def device_ranks(decode_sizes: Sequence[int] = (), make_mover: MakeMover | None 
             source,
             tokenizer,
             arena=arena,
-            kernels=REFERENCE,
+            kernels=REFERENCE if make_kernels is None else make_kernels(world, model, config),
             sample=shard_sample,
             peers=CollectivePeers(world.collectives),
             tiles=tiles_of,
