@@ -145,7 +145,7 @@ def assert_same(got: Mapping[str, Told], want: Mapping[str, Told]) -> None:
         assert mine.finish is not None, f"{request_id} has no end"
         count = len(mine.tokens)
         assert mine.tokens == theirs.tokens[:count], request_id
-        assert len(mine.logprobs) == count
+        assert len(mine.logprobs) == len(theirs.logprobs[:count]), request_id
         worst = max((abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=False)), default=0.0)
         assert worst < BOUND, (request_id, worst)
         if mine.finish is not FinishReason.CANCELLED:
