@@ -39,6 +39,12 @@ def test_both_ends_of_a_range_are_allowed_and_no_more(field: str) -> None:
         assert text.startswith(f"{field}: {wrong!r}") and str(low) in text and str(high) in text
 
 
+def test_operators() -> None:
+    assert EngineConfig().operators == "auto" and EngineConfig(operators="own").operators == "own"
+    with pytest.raises(ValueError, match="^operators: 'none' is not one of auto, own$"):
+        EngineConfig(operators="none")
+
+
 def test_the_context_block_follows_the_steps_on_gpus() -> None:
     assert _config().context_block == 1024
     assert _config(context_block_tokens=7, run_on="gpu").context_block == 7

@@ -77,7 +77,8 @@ class TestServe:
         assert on_cpu.migration_max_slowdown == EngineConfig().migration_max_slowdown
 
     def test_what_is_given_counts_on_gpus_too(self) -> None:
-        given: dict[str, Any] = {"dtype": "float32", "memory_bytes": 1 << 28, "simulate_routing": "uniform"}
+        given: dict[str, Any] = {"dtype": "float32", "memory_bytes": 1 << 28, "operators": "own"}
+        given["simulate_routing"] = "uniform"
         config = engine_config(
             ServeOptions(model=str(TINY), dummy_weights=0, **given), load_config(TINY), "gpu", 1 << 30
         )
