@@ -300,7 +300,7 @@ def _captured(call: Callable[[], Any], calls: int, stream: torch.cuda.Stream) ->
     graph = torch.cuda.CUDAGraph()
     stream.synchronize()
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             plain()
     except RuntimeError:
         return plain  # it waits for the device or allocates by itself
