@@ -57,6 +57,41 @@ def test_a_random_model_says_under_random_switches_what_a_cpu_says(
     check(found, {name: told.tokens for name, told in never_switched(folder, requests).items()})
 
 
+def test_a_model_without_shared_experts(ranks: Ranks, tmp_path: Path) -> None:
+    """Nothing runs beside its steps, which a graph must not wait for."""
+    requests, folder = make_requests(16), write_model(tmp_path, n_shared_experts=0)
+    config = {"dtype": "float32", "migration_bytes": 30000}
+    built = [msgspec.to_builtins(request) for request in requests]
+    found = ranks.run(cases.random_switches, str(folder), built, config, 2, timeout_s=120)
+    assert found[0]["told"] == {name: told.tokens for name, told in never_switched(folder, requests).items()}
+
+
+@pytest.mark.parametrize("heads", [17, 33])
+def test_heads_that_do_not_divide(ranks: Ranks, tmp_path: Path, heads: int) -> None:
+    """On two ranks 9 and 8, 17 and 16: the wider part of an exchange has more chunks than the other one."""
+    folder = write_model(tmp_path, num_attention_heads=heads, kv_lora_rank=512)
+    requests, layouts = make_requests(8), ["dop", "tp", "dp"]
+    built = [msgspec.to_builtins(request) for request in requests]
+    config = {"dtype": "float32", "layout": "dop", "dop_absorbed_tokens": 3}
+    found = ranks.run(cases.in_layouts, str(folder), built, config, 60, layouts, timeout_s=120)
+    expected = {name: told.tokens for name, told in never_switched(folder, requests).items()}
+    for layout in layouts:
+        assert {name: tokens for name, (tokens, _) in found[0][layout].items()} == expected, layout
+
+
+def test_new_tables_and_moved_pages_in_one_plan(ranks: Ranks, folder: Path) -> None:
+    requests = make_requests(45)
+    built = [msgspec.to_builtins(request) for request in requests]
+    config = {"dtype": "float32", "migration_bytes": 30000, "max_running": 24, "max_batch_tokens": 256}
+    found = ranks.run(cases.compacting, str(folder), built, config, timeout_s=120)[0]
+    assert found["inside"] > 0 and found["twice"] > 0, "no plan told a place twice"
+    expected = never_switched(folder, requests)
+    assert len(found["ended"]) > 4
+    for name, tokens in found["told"].items():
+        whole = expected[name].tokens
+        assert tokens == (whole if name in found["ended"] else whole[: len(tokens)]), name
+
+
 def test_the_demo_model_says_under_random_switches_what_a_cpu_says(ranks: Ranks) -> None:
     prompts = [[(11 * i + 5 * k) % 250 for k in range(1 + 9 * i)] for i in range(16)]
     wishes = [SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(16)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 
@@ -20,12 +21,12 @@ from splash_trt.dist.world import World
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.plan import Plan, StepResult
-from splash_trt.request import Request, SamplingParams
+from splash_trt.request import FinishReason, Request, SamplingParams, TokenDelta
 from splash_trt.weights.checkpoint import Checkpoint
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.worker import start_worker
 from tests.switching.accounting import Rows, row_bytes, weight_bytes
-from tests.switching.harness import MODEL, SEED, SETTINGS, TOUR, memory_for
+from tests.switching.harness import MODEL, SEED, SETTINGS, TOUR, Told, memory_for, scatter
 from tests.switching.test_bytes import difference, minimum
 
 MAX_STEPS = 2000  # of one switch
@@ -95,6 +96,79 @@ def random_switches(world: World, folder: str, requests: list[dict[str, Any]], c
     return serve(world, Path(folder), config, 60, drive)
 
 
+def in_layouts(
+    world: World, folder: str, requests: list[dict[str, Any]], config: Found, pages: int, layouts: list[str]
+) -> Found:
+    """The requests are served under each of the layouts, one after another; see `told_in`."""
+    return serve(world, Path(folder), config, pages, lambda served: told_in(served, requests, layouts))
+
+
+def told_in(served: Served, requests: list[dict[str, Any]], layouts: list[str]) -> Found:
+    """By layout and request: its tokens, and the log-probabilities of the prompt's from the second on and of these."""
+    orchestrator, found = served.orchestrator, dict[str, dict[str, Told]]()
+    for name in layouts:
+        if served.scheduler.layout is not Layout.parse(name):
+            served.switch(Layout.parse(name))
+        told = found[name] = {str(request["id"]): Told() for request in requests}
+        for request in requests:
+            orchestrator.add(msgspec.convert(request, Request))
+        while not orchestrator.idle:
+            for delta in orchestrator.step():
+                told[delta.request_id].logprobs += [entry.logprob for entry in delta.prompt_logprobs]
+                told[delta.request_id].take(delta)
+    return {name: {i: [t.tokens, t.logprobs] for i, t in told.items()} for name, told in found.items()}
+
+
+def compacting(world: World, folder: str, requests: list[dict[str, Any]], config: Found) -> Found:
+    """TP to DP with 60 % of all pages live, wherever; see `told_in_compaction`."""
+    return serve(world, Path(folder), config, 60, lambda served: told_in_compaction(served, requests))
+
+
+class Asked:
+    """What tests/switching/harness.py's `scatter` asks a server for."""
+
+    def __init__(self, served: Served) -> None:
+        self.orchestrator, self.scheduler = served.orchestrator, served.scheduler
+        self.told: dict[str, Told] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.orchestrator.add(request)
+            self.told[request.id] = Told()
+
+    def cancel(self, request_id: str) -> None:
+        self._take(self.orchestrator.cancel(request_id))
+
+    def step(self) -> None:
+        self._take(self.orchestrator.step())
+
+    def _take(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            self.told[delta.request_id].take(delta)
+
+
+def told_in_compaction(served: Served, requests: list[dict[str, Any]]) -> Found:
+    """Tokens of the requests, those of them that were not cancelled, bytes moved inside ranks, and how many places of
+    a target table one plan told twice: as a page of the layout to come, and as one that was moved."""
+    asked: Any = Asked(served)
+    scatter(asked, [msgspec.convert(request, Request) for request in requests], SEED)
+    while served.scheduler.directory.leaving_pages().any():
+        asked.step()
+    seen = len(served.plans)
+    served.scheduler.switch(Layout.DP, "test")
+    while not served.orchestrator.idle:
+        asked.step()
+    (record,) = served.scheduler.switcher.records
+    assert record.outcome == "committed", record
+    targets = [plan.target_tables[:, :3] for plan in served.plans[seen:]]
+    return {
+        "told": {i: told.tokens for i, told in asked.told.items()},
+        "ended": [i for i, told in asked.told.items() if told.finish is not FinishReason.CANCELLED],
+        "inside": record.bytes_inside_ranks,
+        "twice": sum(len(places) - len(np.unique(places, axis=0)) for places in targets),
+    }
+
+
 def tour_of_least_bytes(world: World, folder: str, config: Found) -> Found:
     """Rank 0: (bytes of heads, of rows) that each of the 12 switches had to send and did send."""
 
@@ -160,7 +234,8 @@ def serve(
     collectives = NcclCollectives(MPI.COMM_WORLD, world.watch, device, deadline_s=60.0)
     gpus = dataclasses.replace(world, collectives=collectives, device=device)
     model = load_config(folder)
-    sizes = {"num_ranks": world.size, "layout": TOUR[0], **SETTINGS, "run_on": "gpu", **config}
+    sizes = {"num_ranks": world.size, **SETTINGS, "run_on": "gpu", **config}
+    sizes["layout"] = Layout.parse(config.get("layout", "tp"))
     engine = EngineConfig(memory_bytes=memory_for(folder, pages, **sizes), **sizes)
     source = Checkpoint(folder, model) if (folder / "model.safetensors").exists() else DummyWeights(model, SEED)
     worker = start_worker(gpus, model, engine, source)
