@@ -6,6 +6,10 @@ end of this kernel for the end of all before it. Nothing is written before the w
 
 So whatever writes weights, block tables or index arrays must be done before the first kernel of a step that is launched
 so. It is: an upload, a copy or a kernel that waits as usual (the ranks' meeting, the embedding) lies in between.
+
+A kernel starts when all programs of the one before it have started, whether these let it in themselves or are done.
+Programs that wait therefore never take a place that something before them still needs, also where what comes before
+waits for other ranks (plugins/peer_rows).
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -32,11 +36,20 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 
 # What it is worth: perf/kernels_decode.py.
 BY_DEFAULT = True
+# Families of kernels that do without, as their launchers name them.
+WITHOUT: frozenset[str] = frozenset()
+# The same for the first kernel after streams have been joined, which has several before it.
+AFTER_JOIN = False
 
 
-def overlap(tensor: torch.Tensor) -> dict[str, bool]:
-    """A launch's options: the kernel's OVERLAP, and Triton's `launch_pdl` where the device knows it."""
-    if not BY_DEFAULT or not tensor.is_cuda or torch.version.hip is not None:
+def overlap(tensor: torch.Tensor, family: str = "", *, after_join: bool = False) -> dict[str, bool]:
+    """A launch's options: the kernel's OVERLAP, and Triton's `launch_pdl` where the device knows it.
+
+    after_join: the launch may be the first one after the stream has waited for another.
+    """
+    if not BY_DEFAULT or family in WITHOUT or (after_join and not AFTER_JOIN):
+        return {"OVERLAP": False}
+    if not tensor.is_cuda or torch.version.hip is not None:
         return {"OVERLAP": False}
     if torch.cuda.get_device_capability(tensor.device) < (9, 0):
         return {"OVERLAP": False}

@@ -6,11 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
-def gather_kernel(x, x_stride, pairs, num_rows, rows, place, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def gather_kernel(
+    x, x_stride, pairs, num_rows, rows, place, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(num_rows):
         return
@@ -35,6 +40,7 @@ def gather_rows(
     place = torch.empty_like(pairs)
     block = min(BLOCK, triton.next_power_of_2(width))
     gather_kernel[(len(pairs), triton.cdiv(width, block))](
-        x, x.stride(0), pairs, num_rows, rows, place, width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256)
-    )
+        x, x.stride(0), pairs, num_rows, rows, place, width,
+        TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256), **overlap(x, "experts"),
+    )  # fmt: skip
     return rows, place

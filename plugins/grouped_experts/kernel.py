@@ -6,6 +6,8 @@ T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T *
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -14,9 +16,11 @@ from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
-from splash_plugins.grouped_experts.tiles import MAX_PAIRS, Plan, Tiles, choose
+from splash_plugins.grouped_experts.tiles import FETCH_TOKENS, MAX_PAIRS, Plan, Tiles, choose
+from splash_plugins.overlap_kernel import overlap
 
 COMBINE_BLOCK = 1024
+Ready = Callable[[], None]
 
 
 def grouped_experts(
@@ -29,11 +33,14 @@ def grouped_experts(
     addend: torch.Tensor | None,
     out: torch.Tensor,
     plan: Plan | None = None,
+    ready: Ready | None = None,
 ) -> None:
     """As plugins/grouped_experts/reference.py's sum_of_experts; fills out [T, D], which may be addend itself.
 
     choice [T, k] int32 and weight [T, k] float32, gate_up and down are contiguous; rows of x, addend and out too. All
     of one dtype: bfloat16, float16 or float32. plan: how, where the measured choice for these shapes is not wanted.
+    ready: called once before the launch of what reads addend, which may be written beside what comes before that, on a
+    stream that ready has the current one wait for.
     """
     num_tokens, top_k = choice.shape
     if num_tokens == 0:
@@ -47,7 +54,8 @@ def grouped_experts(
         chosen = plan or choose(rows.stop - begin, top_k, num_experts, width, inner, x.element_size(), device)
         tail = addend[rows] if addend is not None else None
         run = _few if chosen.few else _many
-        run(chosen, x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows])
+        run(chosen, x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
+        ready = None
 
 
 def _weights(w: torch.Tensor, tiles: Tiles) -> torch.Tensor | TensorDescriptor:
@@ -78,6 +86,7 @@ def _few(
     first_expert: int,
     addend: torch.Tensor | None,
     out: torch.Tensor,
+    ready: Ready | None,
 ) -> None:
     num_pairs, top_k = choice.numel(), choice.shape[1]
     num_experts, width, inner = down.shape
@@ -86,22 +95,27 @@ def _few(
     found = {"PAIRS": max(16, triton.next_power_of_2(num_pairs)), "BY_PAIR": by_pair}
     where = (choice, num_pairs, first_expert, num_experts)
     hidden = x.new_empty((num_pairs, inner))
+    fetch = len(x) <= FETCH_TOKENS and overlap(x, "fetch")["OVERLAP"]
     few_gate_up_kernel[(triton.cdiv(inner, plan.gate_up.n), candidates)](
         x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *where,
         DEPTH=width, INNER=inner, TOP_K=top_k, **found, **_blocks(plan.gate_up, x.dtype),
+        next_weights=down if fetch else None, NEXT_SIZE=width * inner if fetch else 0,
+        **overlap(x, "experts", after_join=_joined(addend, ready)),
     )  # fmt: skip
     columns = triton.cdiv(width, plan.down.n)
     w = _weights(down, plan.down)
     sizes = {"INNER": inner, "WIDTH": width, **_blocks(plan.down, x.dtype)}
     if plan.token_down:
+        if ready is not None:
+            ready()
         token_down_kernel[(columns, len(x))](
             hidden, w, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
-            TOP_K=top_k, **sizes,
+            TOP_K=top_k, **sizes, **overlap(x, "experts", after_join=ready is not None),
         )  # fmt: skip
         return
     y = x.new_empty((num_pairs, width))
-    few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes)
-    combine(y, choice, weight, first_expert, num_experts, addend, out)
+    few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes, **overlap(x, "experts"))
+    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
 
 
 def _many(
@@ -114,11 +128,12 @@ def _many(
     first_expert: int,
     addend: torch.Tensor | None,
     out: torch.Tensor,
+    ready: Ready | None,
 ) -> None:
     num_pairs, top_k = choice.numel(), choice.shape[1]
     num_experts, width, inner = down.shape
     assert plan.gate_up.m == plan.down.m, "both products share one table of blocks"
-    order = sort_pairs(choice, num_experts, first_expert, plan.gate_up.m)
+    order = sort_pairs(choice, num_experts, first_expert, plan.gate_up.m, after_join=_joined(addend, ready))
     table = (order.pairs, order.blocks, order.num_blocks)
     processors = limits(x.device).processors
 
@@ -129,7 +144,7 @@ def _many(
     hidden = x.new_empty((num_pairs, inner))
     gate_up_kernel[programs(plan.gate_up, inner)](
         x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *table, plan.gate_up.group,
-        DEPTH=width, INNER=inner, TOP_K=top_k, **_blocks(plan.gate_up, x.dtype),
+        DEPTH=width, INNER=inner, TOP_K=top_k, **_blocks(plan.gate_up, x.dtype), **overlap(x, "experts"),
     )  # fmt: skip
     y = x.new_empty((num_pairs, width))
     down_kernel[programs(plan.down, width)](
@@ -141,8 +156,9 @@ def _many(
         INNER=inner,
         WIDTH=width,
         **_blocks(plan.down, x.dtype),
+        **overlap(x, "experts"),
     )
-    combine(y, choice, weight, first_expert, num_experts, addend, out)
+    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
 
 
 def combine(
@@ -154,18 +170,27 @@ def combine(
     addend: torch.Tensor | None,
     out: torch.Tensor,
     row: torch.Tensor | None = None,
+    ready: Ready | None = None,
 ) -> None:
     """out [T, D] = addend [T, D] + sum over each token's experts here of weight * y [P, D].
 
-    row [P] int32: which row of y is a pair's; None: the pair itself.
+    row [P] int32: which row of y is a pair's; None: the pair itself. ready: as grouped_experts has it.
     """
+    if ready is not None:
+        ready()
     num_tokens, top_k = choice.shape
     width = y.shape[1]
     block = min(COMBINE_BLOCK, triton.next_power_of_2(width))
     combine_kernel[(num_tokens, triton.cdiv(width, block))](
         y, row, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
         WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256),
+        **overlap(y, "experts", after_join=ready is not None),
     )  # fmt: skip
+
+
+def _joined(addend: torch.Tensor | None, ready: Ready | None) -> bool:
+    """Whether the stream may have waited for the one that makes addend just before."""
+    return addend is not None and ready is None
 
 
 def _row_stride(x: torch.Tensor | None) -> int:

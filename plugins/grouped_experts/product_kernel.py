@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import wait_for_inputs
+
 
 @triton.jit
 def load_weights(
@@ -104,9 +106,10 @@ def _place(tile, blocks, num_blocks, num_columns, group, BLOCK_M: tl.constexpr):
 def gate_up_kernel(
     x, x_stride, gate_up, hidden, pairs, blocks, num_blocks, group, DEPTH: tl.constexpr, INNER: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, I] from x [T, D]: programs take tiles in turn until the device's own number of them."""
+    wait_for_inputs(OVERLAP)
     count = tl.load(num_blocks)
     columns: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -124,9 +127,10 @@ def gate_up_kernel(
 def down_kernel(
     hidden, down, out, pairs, blocks, num_blocks, group, INNER: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [P, D] from hidden [P, I]."""
+    wait_for_inputs(OVERLAP)
     count = tl.load(num_blocks)
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -143,12 +147,13 @@ def down_kernel(
 @triton.jit(do_not_specialize=["first_expert", "num_experts"])
 def combine_kernel(
     y, row, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
-    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[t] = addend[t] + sum over t's experts here of weight * y[pair], in float32 in the order of choices.
 
     row [P]: which row of y is a pair's, None: the pair itself.
     """
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

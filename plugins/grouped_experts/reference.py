@@ -5,6 +5,8 @@ T tokens, D hidden, I intermediate, k choices a token, E_r experts here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -42,12 +44,13 @@ def sum_of_experts(
     first_expert: int,
     addend: torch.Tensor | None,
     out: torch.Tensor,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """Fills out [T, D] with addend [T, D] plus the weighted sum over each token's experts here, as kernel.py does.
 
     x [T, D]; choice [T, k] int32 expert ids, -1 for none; weight [T, k] float32; gate_up [E_r, 2 I, D] or
     [E_r, 2, I, D] (gate first); down [E_r, D, I]. The sum is taken in float32 or wider in the order of choices, then
-    the addend is added, then it is rounded, once.
+    the addend is added, then it is rounded, once. ready: called before addend is read.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = x.new_zeros((*choice.shape, x.shape[1]))
@@ -60,6 +63,8 @@ def sum_of_experts(
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for j in range(choice.shape[1]):
         total += parts[:, j].to(wide) * weight[:, j, None].to(wide)
+    if ready is not None:
+        ready()
     if addend is not None:
         total += addend.to(wide)
     out.copy_(total)

@@ -1,7 +1,8 @@
 """Triton: the (token, choice) pairs of this rank's experts, expert after expert, and the blocks of rows that they make.
 
 P = T * k pairs, E_r experts here. A counting sort: chunks of pairs are counted, then each chunk places its own pairs.
-The order within an expert is that of the pairs, so the same choices give the same order.
+Where there are few, each chunk counts all of them itself, which saves a launch. The order within an expert is that of
+the pairs, so the same choices give the same order.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
 ONE_HOT = 8192  # (pair, expert) cells that a program compares at once
-MAX_CHUNK = 256  # pairs of one program; up to so many one program sorts alone, more take two launches
+MAX_CHUNK = 256  # pairs of one program
+FEW_HOT = 32768  # so many cells are few: each program compares them all
+FEW_CHUNK = 64  # pairs of one program then
 BLOCK_FIELDS = 4  # expert, first row, end row, unused
 # One kernel for all their values, 1 and multiples of 16 too.
 VARYING = ["num_pairs", "first_expert", "num_experts", "num_chunks"]
@@ -46,9 +51,11 @@ def _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS: tl.conste
 
 @triton.jit(do_not_specialize=VARYING)
 def count_kernel(
-    choice, counts, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+    choice, counts, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """counts [chunks, EXPERTS]: each expert's pairs in each chunk."""
+    wait_for_inputs(OVERLAP)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     hits = _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS)
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.sum(hits, 0))
@@ -78,15 +85,22 @@ def _write_blocks(start, total, blocks, num_blocks, first, BLOCKS: tl.constexpr,
 def place_kernel(
     choice, counts, pairs, ends, blocks, num_blocks, num_pairs, first_expert, num_experts, num_chunks,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes this chunk's pairs at their places and its share of the table of blocks; counts None: the only chunk."""
+    """Writes this chunk's pairs at their places and its share of the table of blocks.
+
+    ROWS: of counts that are read at a time, or, where counts is None, the pairs, all of which are counted here.
+    """
+    wait_for_inputs(OVERLAP)
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     hits = _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS)
     if counts is None:
-        total = tl.sum(hits, 0)
-        before = tl.zeros((EXPERTS,), tl.int32)
+        every = tl.arange(0, ROWS)
+        found = _hits(choice, every, num_pairs, first_expert, num_experts, EXPERTS)
+        total = tl.sum(found, 0)
+        before = tl.sum(tl.where((every < chunk * CHUNK)[:, None], found, 0), 0)
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         before = tl.zeros((EXPERTS,), tl.int32)
@@ -105,11 +119,18 @@ def place_kernel(
     _write_blocks(start, total, blocks, num_blocks, chunk * BLOCKS, BLOCKS, BLOCK_M, EXPERTS)
 
 
-def sort_pairs(choice: torch.Tensor, num_experts: int, first_expert: int, block_m: int) -> SortedPairs:
-    """choice [T, k] int32, contiguous, at least one pair. One launch up to about 256 pairs, two beyond."""
+def sort_pairs(
+    choice: torch.Tensor, num_experts: int, first_expert: int, block_m: int, *, after_join: bool = False
+) -> SortedPairs:
+    """choice [T, k] int32, contiguous, at least one pair. One launch up to FEW_HOT pairs times experts, two beyond.
+
+    after_join: as overlap_kernel.overlap has it.
+    """
     num_pairs = choice.numel()
     experts = triton.next_power_of_2(num_experts)
-    chunk = min(MAX_CHUNK, max(16, ONE_HOT // experts))
+    padded = triton.next_power_of_2(num_pairs)
+    few = padded * experts <= FEW_HOT
+    chunk = min(FEW_CHUNK if few else MAX_CHUNK, max(16, ONE_HOT // experts))
     chunks = triton.cdiv(num_pairs, chunk)
     most = max_blocks(num_pairs, num_experts, block_m)
 
@@ -118,17 +139,20 @@ def sort_pairs(choice: torch.Tensor, num_experts: int, first_expert: int, block_
 
     out = SortedPairs(ints(num_pairs), ints(num_experts), ints(most, BLOCK_FIELDS), ints(1))
     # Each chunk's part of the most blocks that so many chunks can make; that of two will do for more.
-    few = min(chunks, 2)
-    share = triton.cdiv(num_experts + triton.cdiv(few * chunk, block_m), few)
-    counts = ints(chunks, experts) if chunks > 1 else None
-    warps = 8 if chunk * experts >= ONE_HOT else 4
+    some = min(chunks, 2)
+    share = triton.cdiv(num_experts + triton.cdiv(some * chunk, block_m), some)
+    counts = None if few else ints(chunks, experts)
+    warps = 8 if max(chunk, padded if few else 0) * experts >= ONE_HOT else 4
+    overlapped = overlap(choice, "experts", after_join=after_join)
     if counts is not None:
         count_kernel[(chunks,)](
-            choice, counts, num_pairs, first_expert, num_experts, EXPERTS=experts, CHUNK=chunk, num_warps=warps
-        )
+            choice, counts, num_pairs, first_expert, num_experts, EXPERTS=experts, CHUNK=chunk, num_warps=warps,
+            **overlapped,
+        )  # fmt: skip
+        overlapped = overlap(choice, "experts")
     place_kernel[(chunks,)](
         choice, counts, *out, num_pairs, first_expert, num_experts, chunks,
         EXPERTS=experts, CHUNK=chunk, BLOCKS=triton.next_power_of_2(share), BLOCK_M=block_m,
-        ROWS=max(1, 4096 // experts), num_warps=warps,
+        ROWS=padded if few else max(1, 4096 // experts), num_warps=warps, **overlapped,
     )  # fmt: skip
     return out

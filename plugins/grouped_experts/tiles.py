@@ -11,6 +11,8 @@ FEW_PAIRS = 256
 """Up to so many (token, choice) pairs, programs find their rows themselves, which saves the launch that sorts."""
 TOKEN_DOWN = 4
 """Up to so many tokens, the second product sums a token's experts itself, which saves the launch that combines."""
+FETCH_TOKENS = 2
+"""Up to so many tokens, all that the second product reads fits into the L2: the first one has it fetched there."""
 MAX_PAIRS = 65536
 """More pairs than this are done in parts, so that temporaries stay below 2 * 65,536 rows of max(D, I)."""
 RESERVED_BYTES = 2048

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from splash_plugins.grouped_experts.gather_kernel import gather_rows
-from splash_plugins.grouped_experts.kernel import combine
+from splash_plugins.grouped_experts.kernel import Ready, combine
 from splash_plugins.grouped_experts.sort_kernel import sort_pairs
 from splash_plugins.grouped_experts.tiles import MAX_PAIRS
 from splash_plugins.silu_mul.kernel import silu_mul
@@ -33,6 +33,7 @@ def grouped_experts(
     first_expert: int,
     addend: torch.Tensor | None,
     out: torch.Tensor,
+    ready: Ready | None = None,
 ) -> None:
     """As kernel.py's grouped_experts. Offsets stay on the device, so it can be captured."""
     num_tokens, top_k = choice.shape
@@ -42,7 +43,8 @@ def grouped_experts(
     for begin in range(0, num_tokens, part):
         rows = slice(begin, min(num_tokens, begin + part))
         tail = addend[rows] if addend is not None else None
-        _part(x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows])
+        _part(x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
+        ready = None
 
 
 def _part(
@@ -54,13 +56,15 @@ def _part(
     first_expert: int,
     addend: torch.Tensor | None,
     out: torch.Tensor,
+    ready: Ready | None,
 ) -> None:
     num_experts = len(down)
-    order = sort_pairs(choice, num_experts, first_expert, block_m=128)
+    joined = addend is not None and ready is None
+    order = sort_pairs(choice, num_experts, first_expert, block_m=128, after_join=joined)
     count = order.ends[-1:]
     rows, place = gather_rows(x, order.pairs, count, choice.shape[1])
     w = gate_up.flatten(1, -2) if gate_up.dim() == 4 else gate_up
     products = F.grouped_mm(rows, w.transpose(-2, -1), offs=order.ends)
     hidden = silu_mul(products, count)
     y = F.grouped_mm(hidden, down.transpose(-2, -1), offs=order.ends)
-    combine(y, choice, weight, first_expert, num_experts, addend, out, place)
+    combine(y, choice, weight, first_expert, num_experts, addend, out, place, ready)

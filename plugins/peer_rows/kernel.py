@@ -8,7 +8,8 @@ aligned, and what is to be read lies at the same byte offset `start` in all. A m
 
 Meeting. Block b of every rank adds one to its own count, writes that to its place in every other mailbox, and waits
 until its own mailbox shows the others' counts. So it goes on once block b of every rank has begun, and therefore
-everything before this kernel in every rank's stream is done and visible (release and acquire at system scope). Counts
+everything before this kernel in every rank's stream is done and visible (release and acquire at system scope): a kernel
+that begins while the one before it ends has waited for that before it comes to the meeting (wait_for_inputs). Counts
 live on the device and never return to zero, so a captured graph may be replayed among any other launches; a rank is at
 most one meeting ahead of another's block, so a count that wraps around is told from an old one by the sign of the
 difference. The grid must be the same on all ranks, and so must the order of launches. The wait itself has no end: a
@@ -24,6 +25,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from splash_plugins.overlap_kernel import wait_for_inputs
 
 MAX_RANKS = 8
 MAX_BLOCKS = 256
@@ -88,12 +91,17 @@ def sum_rows_kernel(
     NORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """hidden [num_rows, width] += rows of all ranks, out = norm(hidden) * weight.
 
     SPREAD: hidden is rows offsets[rank] … offsets[rank + 1] - 1 of those in the mailboxes. SUMMED: each rank has summed
     its slice of the rows already (see `slice_of`), which alone is read.
     """
+    column = tl.arange(0, COLUMNS)
+    if NORM:
+        scale = _wide(tl.load(weight + column, mask=column < width, other=0.0))
+    wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
     first = 0
@@ -101,9 +109,6 @@ def sum_rows_kernel(
     if SPREAD:
         first = tl.load(offsets + rank)
         count = tl.minimum(tl.load(offsets + rank + 1) - first, num_rows)
-    column = tl.arange(0, COLUMNS)
-    if NORM:
-        scale = _wide(tl.load(weight + column, mask=column < width, other=0.0))
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < count)[:, None] & (column < width)[None, :]
@@ -140,11 +145,13 @@ def sum_slice_kernel(
     RANKS: tl.constexpr,
     MEET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Sums this rank's slice of the [num_rows, width] rows in all mailboxes, and puts it in the place of its own rows.
 
     Rows row with row * SIZE // num_rows = rank are its slice. Nobody else reads them here. `like` gives the dtype.
     """
+    wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
     first = tl.cdiv(rank * num_rows, SIZE).to(tl.int64) * width
@@ -174,8 +181,10 @@ def gather_rows_kernel(
     MEET: tl.constexpr,
     SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out [total, width]: rank r's first offsets[r + 1] - offsets[r] rows (num_rows of each if not SPREAD), stacked."""
+    wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
     end = total
@@ -218,9 +227,11 @@ def pick_rows_kernel(
     FILL: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out[i] [width]: what lies index[i] * stride (+ sub_index[i] * sub_stride if SUB) numbers after `start` in
     sources[rank_of[i]]. Where rank_of[i] is -1 zeros if FILL, else nothing is written."""
+    wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
     chunks = tl.cdiv(width, BLOCK)
@@ -254,11 +265,13 @@ def to_owners_kernel(
     RANKS: tl.constexpr,
     MEET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out [num_rows, heads, width]: rank r has q [A, h_r, width], and row i of out is row owned[i] of all ranks' q.
 
     h_r: the heads cut evenly, the larger parts first. Where owned[i] is -1 nothing is written.
     """
+    wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
     base = heads // SIZE
@@ -295,12 +308,14 @@ def merge_parts_kernel(
     MEET: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out [num_rows, heads, width], row i: row offsets[rank] + i of all ranks, weighted by exp(their log-sum-exp).
 
     Ranks' results [T, heads, width] begin at `start`, their log-sum-exp [T, heads] at `lse_start`. A result whose
     log-sum-exp is -inf counts for nothing, whatever it holds.
     """
+    wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
     first = tl.load(offsets + rank) * heads
@@ -343,9 +358,11 @@ def gather_small_kernel(
     RANKS: tl.constexpr,
     MEET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out [N, length]: every rank's x [length]. Goes through the mailboxes: block b of each rank puts there what block
     b of the others reads, so that one meeting does."""
+    wait_for_inputs(OVERLAP)
     own = _at(bases, rank, start, out)
     for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
         at = tile * BLOCK + tl.arange(0, BLOCK)

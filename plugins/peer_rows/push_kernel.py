@@ -11,6 +11,11 @@ it, or a meeting in operations of kernel.py. That came from a kernel that began 
 used had been read and was zero bits again. For the same reason these operations are as good as a meeting for all that
 rests on one.
 
+These kernels may begin while the one before them ends, but send nothing before that has ended (wait_for_inputs): what
+is said above of a kernel's begin holds of the end of its wait. The other way round, what comes next starts once every
+program here has started and is past its wait, so that it takes no place that a program needs with which another rank's
+could go on. What it keeps from running is nothing but its own successors.
+
 Block b waits only for what block b of another rank sends, and sends all it has to send before. `bases` [N] are the
 mailboxes; `start` is where the current slots begin in each, `tokens` where the current tokens do. Slots hold what is
 sent as integers of the same size, INTEGER, whose sign bit is SIGN.
@@ -21,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import wait_for_inputs
 from splash_plugins.peer_rows.kernel import _wide
 
 # By the bytes of a number.
@@ -95,6 +101,7 @@ def push_sum_rows_kernel(
     SIGN: tl.constexpr,
     NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """hidden [num_rows, width] += partial of all ranks, out = norm(hidden) * weight. partial may lie anywhere.
 
@@ -103,6 +110,7 @@ def push_sum_rows_kernel(
     column = tl.arange(0, COLUMNS)
     mask = column < width
     scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    wait_for_inputs(OVERLAP)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + column
         mine = tl.load(partial + at, mask=mask, other=0.0)
@@ -139,12 +147,14 @@ def push_sum_spread_kernel(
     SIGN: tl.constexpr,
     NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """As push_sum_rows_kernel, but hidden is rows offsets[rank] … offsets[rank + 1] - 1 of partial, whose other rows go
     to the ranks that they belong to."""
     column = tl.arange(0, COLUMNS)
     mask = column < width
     scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    wait_for_inputs(OVERLAP)
     for peer in tl.static_range(SIZE):
         if peer != rank:
             first = tl.load(offsets + peer)
@@ -183,9 +193,11 @@ def push_gather_kernel(
     SIGN: tl.constexpr,
     SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out [total, width]: rank r's first offsets[r + 1] - offsets[r] rows of x [num_rows, width], or all where it is
     not SPREAD, stacked. Row i of the stack is sent to row i after start."""
+    wait_for_inputs(OVERLAP)
     chunks = tl.cdiv(width, BLOCK)
     first = tl.load(offsets + rank) if SPREAD else rank * num_rows
     count = tl.load(offsets + rank + 1) - first if SPREAD else num_rows

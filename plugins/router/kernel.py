@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from splash_plugins.grouped_experts.device import limits
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 from splash_trt.models.config import Experts, GroupScore, Scoring
 
 SPLIT_TOKENS = 1024
@@ -20,6 +21,8 @@ MANY_TOKENS = 4096
 """From so many on, programs take 64 rows instead of 16: each reads the whole router from the L2."""
 CHOOSE_ROWS = 4
 BLOCK_K = 128
+EARLY_BYTES = 32768
+"""Of a slice of the router that a program loads, into registers, before its inputs are there."""
 
 
 @triton.jit
@@ -64,12 +67,26 @@ def _keep_groups(ranking, valid, num_groups, TOP_GROUPS: tl.constexpr, TOP2: tl.
 
 
 @triton.jit
+def _biases(bias, num_groups, group_size, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """[GROUPS * SIZE]; bias None: zeros."""
+    column = tl.arange(0, GROUPS * SIZE)
+    valid = (column // SIZE < num_groups) & (column % SIZE < group_size)
+    biases = tl.zeros((GROUPS * SIZE,), tl.float32)
+    if bias is not None:
+        biases = tl.load(bias + (column // SIZE) * group_size + column % SIZE, mask=valid, other=0.0)
+    return biases
+
+
+@triton.jit
 def _choose(
-    logits, bias, row, num_rows, real, choice, weight, scale, num_groups, group_size,
+    logits, biases, row, num_rows, real, choice, weight, scale, num_groups, group_size,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the choices of rows [M] (padding ones from `real` on) from their logits [M, GROUPS * SIZE]."""
+    """Writes the choices of rows [M] (padding ones from `real` on) from their logits [M, GROUPS * SIZE].
+
+    biases: as `_biases` loads them.
+    """
     rows: tl.constexpr = logits.shape[0]
     column = tl.arange(0, GROUPS * SIZE)
     valid = (column // SIZE < num_groups) & (column % SIZE < group_size)
@@ -80,9 +97,7 @@ def _choose(
         logits = tl.where(valid[None, :], logits, float("-inf"))
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
         scores = scores / tl.sum(scores, 1)[:, None]
-    ranking = scores
-    if bias is not None:
-        ranking = scores + tl.load(bias + expert, mask=valid, other=0.0)[None, :]
+    ranking = scores + biases[None, :]
     if GROUPS > 1:
         grouped = tl.reshape(ranking, (rows, GROUPS, SIZE))
         inside = tl.reshape(valid, (1, GROUPS, SIZE))
@@ -108,21 +123,37 @@ def _choose(
 
 
 @triton.jit
+def _row_block(x, x_stride, row, real, begin, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[M, BLOCK_K]"""
+    k = begin + tl.arange(0, BLOCK_K)
+    source = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    return tl.load(source, mask=(row < real)[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _router_block(
+    router, begin, num_groups, group_size, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_K, GROUPS * SIZE]"""
+    column = tl.arange(0, GROUPS * SIZE)
+    valid = (column // SIZE < num_groups) & (column % SIZE < group_size)
+    expert = (column // SIZE) * group_size + column % SIZE
+    k = begin + tl.arange(0, BLOCK_K)
+    inside = valid[None, :] & (k < WIDTH)[:, None]
+    return tl.load(router + expert[None, :] * WIDTH + k[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
 def _logits(
     x, x_stride, router, row, real, begin, num_groups, group_size, WIDTH: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[M, GROUPS * SIZE] float32: x [rows, begin … begin + SLICE - 1] times the router's columns."""
-    column = tl.arange(0, GROUPS * SIZE)
-    valid = (column // SIZE < num_groups) & (column % SIZE < group_size)
-    expert = (column // SIZE) * group_size + column % SIZE
     acc = tl.zeros((row.shape[0], GROUPS * SIZE), tl.float32)
     for first in range(0, SLICE, BLOCK_K):
-        k = begin + first + tl.arange(0, BLOCK_K)
-        inside = k < WIDTH
-        source = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-        a = tl.load(source, mask=(row < real)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(router + expert[None, :] * WIDTH + k[:, None], mask=valid[None, :] & inside[:, None], other=0.0)
+        a = _row_block(x, x_stride, row, real, begin + first, WIDTH, BLOCK_K)
+        b = _router_block(router, begin + first, num_groups, group_size, WIDTH, BLOCK_K, GROUPS, SIZE)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
@@ -132,17 +163,19 @@ def route_kernel(
     x, x_stride, router, bias, num_tokens, choice, weight, num_rows, scale, num_groups, group_size,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr,
+    NORMALIZE: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = tl.minimum(tl.load(num_tokens), num_rows)
+    biases = _biases(bias, num_groups, group_size, GROUPS, SIZE)
+    wait_for_inputs(OVERLAP)
     logits = tl.zeros((ROWS, GROUPS * SIZE), tl.float32)
     if tl.program_id(0) * ROWS < real:
         logits = _logits(
             x, x_stride, router, row, real, 0, num_groups, group_size, WIDTH, WIDTH, BLOCK_K, GROUPS, SIZE, PRECISION
         )
     _choose(
-        logits, bias, row, num_rows, real, choice, weight, scale, num_groups, group_size,
+        logits, biases, row, num_rows, real, choice, weight, scale, num_groups, group_size,
         GROUPS, SIZE, TOP_K, TOP_GROUPS, TOP2, SIGMOID, NORMALIZE, CHOICES,
     )  # fmt: skip
 
@@ -150,18 +183,35 @@ def route_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def partial_kernel(
     x, x_stride, router, num_tokens, partial, num_rows, num_groups, group_size, WIDTH: tl.constexpr,
-    SLICE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLICE: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partial [slices, T, GROUPS * SIZE]: logits over slice program_id(1) of D."""
+    """partial [slices, T, GROUPS * SIZE]: logits over slice program_id(1) of D.
+
+    EARLY: the router's slice is loaded, all of it, before the rows are there.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = tl.minimum(tl.load(num_tokens), num_rows)
+    begin = tl.program_id(1) * SLICE
+    chunks = ()
+    if EARLY:
+        for c in tl.static_range(SLICE // BLOCK_K):
+            first = begin + c * BLOCK_K
+            chunk = _router_block(router, first, num_groups, group_size, WIDTH, BLOCK_K, GROUPS, SIZE)
+            chunks = chunks + (chunk,)  # type: ignore[assignment]
+    wait_for_inputs(OVERLAP)
     if tl.program_id(0) * ROWS >= real:
         return
-    begin = tl.program_id(1) * SLICE
-    logits = _logits(
-        x, x_stride, router, row, real, begin, num_groups, group_size, WIDTH, SLICE, BLOCK_K, GROUPS, SIZE, PRECISION
-    )
+    if EARLY:
+        logits = tl.zeros((ROWS, GROUPS * SIZE), tl.float32)
+        for c in tl.static_range(SLICE // BLOCK_K):
+            a = _row_block(x, x_stride, row, real, begin + c * BLOCK_K, WIDTH, BLOCK_K)
+            logits = tl.dot(a, chunks[c], logits, input_precision=PRECISION)
+    else:
+        logits = _logits(
+            x, x_stride, router, row, real, begin, num_groups, group_size, WIDTH, SLICE, BLOCK_K, GROUPS, SIZE,
+            PRECISION,
+        )  # fmt: skip
     column = tl.arange(0, GROUPS * SIZE)
     target = (tl.program_id(1) * num_rows + row).to(tl.int64)[:, None] * (GROUPS * SIZE) + column[None, :]
     tl.store(partial + target, logits, mask=(row < real)[:, None])
@@ -171,18 +221,20 @@ def partial_kernel(
 def choose_kernel(
     partial, bias, num_tokens, choice, weight, num_rows, scale, num_groups, group_size, SLICES: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, CHOICES: tl.constexpr,
+    TOP2: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, CHOICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Adds the slices in their order and chooses."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = tl.minimum(tl.load(num_tokens), num_rows)
+    biases = _biases(bias, num_groups, group_size, GROUPS, SIZE)
+    wait_for_inputs(OVERLAP)
     column = tl.arange(0, GROUPS * SIZE)
     logits = tl.zeros((ROWS, GROUPS * SIZE), tl.float32)
     for s in tl.static_range(SLICES):
         source = (s * num_rows + row).to(tl.int64)[:, None] * (GROUPS * SIZE) + column[None, :]
         logits += tl.load(partial + source, mask=(row < real)[:, None], other=0.0)
     _choose(
-        logits, bias, row, num_rows, real, choice, weight, scale, num_groups, group_size,
+        logits, biases, row, num_rows, real, choice, weight, scale, num_groups, group_size,
         GROUPS, SIZE, TOP_K, TOP_GROUPS, TOP2, SIGMOID, NORMALIZE, CHOICES,
     )  # fmt: skip
 
@@ -212,16 +264,18 @@ def route(
     slice_width = triton.cdiv(triton.cdiv(width, slices), block) * block
     slices = triton.cdiv(width, slice_width)
     precision = "ieee" if x.dtype is torch.float32 else "tf32"
+    overlapped = overlap(x, "router")
     if slices == 1:
         route_kernel[(blocks,)](
             x, x.stride(0), router, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
-            WIDTH=width, PRECISION=precision, **held, **rules, **product,
+            WIDTH=width, PRECISION=precision, **held, **rules, **product, **overlapped,
         )  # fmt: skip
         return
     partial = torch.empty((slices, num_rows, columns), dtype=torch.float32, device=x.device)
     partial_kernel[(blocks, slices)](
         x, x.stride(0), router, num_tokens, partial, num_rows, groups, size,
-        WIDTH=width, SLICE=slice_width, PRECISION=precision, **held, **product,
+        WIDTH=width, SLICE=slice_width, EARLY=slice_width * columns * router.element_size() <= EARLY_BYTES,
+        PRECISION=precision, **held, **product, **overlapped,
     )  # fmt: skip
     _choose_from(partial, bias, experts, num_tokens, choice, weight)
 
@@ -256,7 +310,7 @@ def _choose_from(
     choose_kernel[(triton.cdiv(num_rows, CHOOSE_ROWS),)](
         partial, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
         SLICES=slices, ROWS=CHOOSE_ROWS, **_columns(groups, size), **_rules(experts),
-        num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)),
+        num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)), **overlap(partial, "router"),
     )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
 BLOCK = 1024
 """Ids of a block."""
 
@@ -98,10 +100,12 @@ def _load_logits(logits, stride, row, columns, num_ids):
 
 @triton.jit(do_not_specialize=["first_id"])
 def _best_of_blocks(
-    logits, stride, temperature, seed, position, first_id, num_ids, best, column, num_blocks, BLOCK: tl.constexpr
-):
+    logits, stride, temperature, seed, position, first_id, num_ids, best, column, num_blocks, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Fills best [W, B] float32: a block's largest logit, or estimate of logit + temperature * noise; and of greedy
     rows column [W, B] int32, the first that has it."""
+    wait_for_inputs(OVERLAP)
     block, row = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     x = _load_logits(logits, stride, row, columns, num_ids)
@@ -134,7 +138,9 @@ def _best_of_rows(
     id_stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     bests = tl.load(best + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
@@ -186,8 +192,9 @@ def best_of_shard(
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     column = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     _best_of_blocks[num_blocks, num_rows](
-        logits, logits.stride(0), temperature, seed, position, first_id, num_ids, best, column, num_blocks, BLOCK=BLOCK
-    )
+        logits, logits.stride(0), temperature, seed, position, first_id, num_ids, best, column, num_blocks,
+        BLOCK=BLOCK, **overlap(logits, "sample"),
+    )  # fmt: skip
     _best_of_rows[(num_rows,)](
         logits,
         logits.stride(0),
@@ -205,11 +212,13 @@ def best_of_shard(
         id.stride(0),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(num_blocks),
+        **overlap(logits, "sample"),
     )
 
 
 @triton.jit
-def _best_of_shards(found, tokens, num_rows, N: tl.constexpr, ROWS: tl.constexpr):
+def _best_of_shards(found, tokens, num_rows, N: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     won = tl.full((ROWS,), float("-inf"), tl.float64)
     token = tl.full((ROWS,), _LAST, tl.int64)
@@ -228,4 +237,4 @@ def best_of_shards(found: Tensor, tokens: Tensor) -> None:
     assert found.is_contiguous() and tokens.is_contiguous()
     if num_rows:
         grid = (triton.cdiv(num_rows, WINNERS_BLOCK),)
-        _best_of_shards[grid](found, tokens, num_rows, N=num_ranks, ROWS=WINNERS_BLOCK)
+        _best_of_shards[grid](found, tokens, num_rows, N=num_ranks, ROWS=WINNERS_BLOCK, **overlap(found, "sample"))

@@ -6,11 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, row_stride, num_rows, out, inner, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, row_stride, num_rows, out, inner, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if num_rows is not None:
         if row >= tl.load(num_rows):
@@ -35,6 +38,7 @@ def silu_mul(gate_up: torch.Tensor, num_rows: torch.Tensor | None = None) -> tor
         return out
     block = min(BLOCK, triton.next_power_of_2(inner))
     silu_mul_kernel[(rows, triton.cdiv(inner, block))](
-        gate_up, gate_up.stride(0), num_rows, out, inner, BLOCK=block, num_warps=max(1, block // 256)
-    )
+        gate_up, gate_up.stride(0), num_rows, out, inner,
+        BLOCK=block, num_warps=max(1, block // 256), **overlap(gate_up, "silu_mul"),
+    )  # fmt: skip
     return out

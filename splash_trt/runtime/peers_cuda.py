@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import triton
 
+from splash_plugins.overlap_kernel import overlap
 from splash_plugins.peer_rows import kernel
 from splash_trt.dist.handles import on_one_host, share
 from splash_trt.dist.rank_sum import even_split
@@ -116,7 +117,7 @@ class CudaPeers:
             "BLOCKS": kernel.MAX_BLOCKS,
             "RANKS": kernel.MAX_RANKS,
         }
-        self._common = {**self._meeting, "MEET": self.size > 1}
+        self._common = {**self._meeting, "MEET": self.size > 1, **overlap(self._bases, "peers")}
 
     @property
     def arena_addresses(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.overlap_kernel import overlap
 from splash_plugins.peer_rows import push_kernel
 from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox
 
@@ -51,6 +52,7 @@ class Pushes:
             "NORM": weight is not None,
             "COLUMNS": columns,
             "num_warps": _warps(columns * partial.itemsize),
+            **overlap(partial, "pushes"),
         }
         grid, start = (min(rows, self._num_blocks),), self._mailbox.slots
         if offsets is None:
@@ -92,6 +94,7 @@ class Pushes:
             SPREAD=offsets is not None,
             BLOCK=block,
             num_warps=_warps(block * x.itemsize),
+            **overlap(x, "pushes"),
         )
 
 

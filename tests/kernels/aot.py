@@ -45,6 +45,11 @@ TARGETS = (
 )
 
 
+def overlaps(target: Target) -> bool:
+    """Whether kernels there can begin while the one before them ends (plugins/overlap_kernel.py)."""
+    return target.is_nvidia and int(target.arch) >= 90
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One specialisation of a @triton.jit function.

@@ -18,7 +18,7 @@ from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
 from splash_plugins.rope_q.kernel import rope_q_kernel
 from splash_plugins.value_up.kernel import BLOCK_V, merge_up_kernel, value_up_kernel
 from splash_plugins.value_up.kernel import PARTS as PARTS_MERGED
-from tests.kernels.aot import Kernel, Target
+from tests.kernels.aot import Kernel, Target, overlaps
 
 HIDDEN, HEADS, NOPE, VALUE, LATENT, ROPE, QUERY_LATENT = 2048, 10, 192, 256, 512, 64, 768
 PAGE_TOKENS = 64
@@ -70,7 +70,7 @@ def kernels(target: Target) -> list[Kernel]:
     tile = {"HEADS": HEADS, "LATENT": LATENT, "BLOCK_N": config.block_n}
     heads = {"HEADS": 20, "NOPE": NOPE, "LATENT": LATENT, "R": ROPE, "INTERLEAVED": True}
     row = {"Q": QUERY_LATENT, "L": LATENT, "R": ROPE, "INTERLEAVED": True}
-    overlap = target.is_nvidia and int(target.arch) >= 90
+    overlap = overlaps(target)
     product = {"LATENT": LATENT, "BLOCK_A": 16}
     up = {"VALUE": VALUE, "BLOCK_L": LATENT, "BLOCK_V": BLOCK_V}
     absorb = {

@@ -13,16 +13,20 @@ from splash_plugins.grouped_experts.sort_kernel import count_kernel, place_kerne
 from splash_plugins.grouped_experts.tiles import TABLE, Device, Tiles, fit
 from splash_plugins.router.kernel import choose_kernel, partial_kernel, route_kernel, tile
 from splash_plugins.silu_mul.kernel import silu_mul_kernel
-from tests.kernels.aot import Kernel, Target
+from tests.kernels.aot import Kernel, Target, overlaps
 
 HIDDEN, INNER, TOP_K, EXPERTS, LOCAL, TOKENS = 2048, 1536, 4, 64, 32, 16
 INT32 = ("choice", "counts", "pairs", "ends", "blocks", "num_blocks", "num_tokens", "place", "ids", "slot")
 FLOAT32 = ("weight", "bias", "partial")
-BFLOAT16 = ("x", "router", "gate_up", "down", "hidden", "out", "y", "addend", "table", "rows")
+BFLOAT16 = ("x", "router", "gate_up", "down", "hidden", "out", "y", "addend", "table", "rows", "next_weights")
 OTHER = {"last_sampled": "*i64", "scale": "fp32"}
 
 
-def _kernel(function: Any, constexprs: dict[str, Any], num_warps: int, num_stages: int = 3, **types: str) -> Kernel:
+def _kernel(
+    target: Target, function: Any, constexprs: dict[str, Any], num_warps: int, num_stages: int = 3, **types: str
+) -> Kernel:
+    if "OVERLAP" in function.arg_names:
+        constexprs = {**constexprs, "OVERLAP": overlaps(target)}
     known = {name: "*i32" for name in INT32} | {name: "*fp32" for name in FLOAT32}
     known |= {name: "*bf16" for name in BFLOAT16} | OTHER | types
     given = {name: known.get(name, "i32") for name in function.arg_names if name not in constexprs}
@@ -30,12 +34,12 @@ def _kernel(function: Any, constexprs: dict[str, Any], num_warps: int, num_stage
     return Kernel(function, given, constexprs, options, tuple(n for n in given if n.endswith("_stride")))
 
 
-def _product(function: Any, tiles: Tiles, **more: Any) -> Kernel:
+def _product(target: Target, function: Any, tiles: Tiles, **more: Any) -> Kernel:
     blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "PRECISION": "tf32"}
     # The weights' argument, where they come through a descriptor.
     name = "gate_up" if "gate_up" in function.arg_names else "down"
     weights = {name: f"tensordesc<bf16[{tiles.n}, {tiles.k}]>"} if tiles.tma else {}
-    return _kernel(function, {**blocks, "TMA": tiles.tma, **more}, tiles.warps, tiles.stages, **weights)
+    return _kernel(target, function, {**blocks, "TMA": tiles.tma, **more}, tiles.warps, tiles.stages, **weights)
 
 
 def _experts(target: Target) -> list[Kernel]:
@@ -43,6 +47,9 @@ def _experts(target: Target) -> list[Kernel]:
     device = Device(processors=100, shared_bytes=target.shared_bytes, tma=tma)
     found = {"PAIRS": TOKENS * TOP_K, "BY_PAIR": False}
     first = {"DEPTH": HIDDEN, "INNER": INNER, "TOP_K": TOP_K}
+    by_pair = {"PAIRS": 16, "BY_PAIR": True}
+    # AMD has no such fetch, and its launcher asks for none.
+    by_cuda = [target] if target.is_nvidia else []
     second = {"INNER": INNER, "WIDTH": HIDDEN}
 
     def pair(row: int) -> tuple[Tiles, Tiles]:
@@ -52,22 +59,25 @@ def _experts(target: Target) -> list[Kernel]:
     few, some, many = pair(0), pair(2), pair(-1)
     by_tma = fit(replace(TABLE[-1][1], tma=True), 2, HIDDEN, INNER, 2, device)
     return [
-        _product(few_gate_up_kernel, few[0], **first, **found),
-        _product(few_down_kernel, few[1], **second, **found),
-        _product(token_down_kernel, few[1], **second, TOP_K=TOP_K),
-        _product(gate_up_kernel, some[0], **first),
-        _product(gate_up_kernel, many[0], **first),
-        _product(gate_up_kernel, by_tma, **first),
-        _product(down_kernel, many[1], **second),
+        _product(target, few_gate_up_kernel, few[0], **first, **found, next_weights=None, NEXT_SIZE=0),
+        *(_product(target, few_gate_up_kernel, few[0], **first, **by_pair, NEXT_SIZE=HIDDEN * INNER) for _ in by_cuda),
+        _product(target, few_down_kernel, few[1], **second, **found),
+        _product(target, token_down_kernel, few[1], **second, TOP_K=TOP_K),
+        _product(target, gate_up_kernel, some[0], **first),
+        _product(target, gate_up_kernel, many[0], **first),
+        _product(target, gate_up_kernel, by_tma, **first),
+        _product(target, down_kernel, many[1], **second),
     ]
 
 
-def _sort() -> list[Kernel]:
+def _sort(target: Target) -> list[Kernel]:
     size = {"EXPERTS": LOCAL, "CHUNK": 256}
     place = {**size, "BLOCKS": 8, "BLOCK_M": 128, "ROWS": 128}
+    few = {"EXPERTS": LOCAL, "CHUNK": 64, "BLOCKS": 32, "BLOCK_M": 16, "ROWS": 512, "counts": None}
     return [
-        _kernel(count_kernel, size, 8),
-        _kernel(place_kernel, place, 8),
+        _kernel(target, count_kernel, size, 8),
+        _kernel(target, place_kernel, place, 8),
+        _kernel(target, place_kernel, few, 8),
     ]
 
 
@@ -79,13 +89,14 @@ def _router(target: Target) -> list[Kernel]:
     def product(function: Any, num_rows: int, **more: Any) -> Kernel:
         blocks = tile(num_rows, EXPERTS, HIDDEN, 2, target.shared_bytes)
         warps, stages = blocks.pop("num_warps"), blocks.pop("num_stages")
-        return _kernel(function, {**held, **blocks, **more}, warps, stages)
+        return _kernel(target, function, {**held, **blocks, **more}, warps, stages)
 
     return [
         product(route_kernel, 2048, **rules),
         product(route_kernel, 8192, **rules),
-        product(partial_kernel, TOKENS, SLICE=256),
-        _kernel(choose_kernel, {"SLICES": 8, "ROWS": 4, "GROUPS": 8, "SIZE": 8, **grouped}, 2),
+        product(partial_kernel, TOKENS, SLICE=256, EARLY=True),
+        product(partial_kernel, 512, SLICE=512, EARLY=False),
+        _kernel(target, choose_kernel, {"SLICES": 8, "ROWS": 4, "GROUPS": 8, "SIZE": 8, **grouped}, 2),
     ]
 
 
@@ -93,10 +104,10 @@ def kernels(target: Target) -> list[Kernel]:
     row = {"TOP_K": TOP_K, "BLOCK": 1024}
     return [
         *_experts(target),
-        *_sort(),
+        *_sort(target),
         *_router(target),
-        _kernel(combine_kernel, {"WIDTH": HIDDEN, **row}, 4, row="*i32"),
-        _kernel(gather_kernel, row, 4, num_rows="*i32"),
-        _kernel(silu_mul_kernel, {"BLOCK": 1024}, 4, num_rows="*i32"),
-        _kernel(embed_kernel, {"BLOCK": 1024}, 4),
+        _kernel(target, combine_kernel, {"WIDTH": HIDDEN, **row}, 4, row="*i32"),
+        _kernel(target, gather_kernel, row, 4, num_rows="*i32"),
+        _kernel(target, silu_mul_kernel, {"BLOCK": 1024}, 4, num_rows="*i32"),
+        _kernel(target, embed_kernel, {"BLOCK": 1024}, 4),
     ]

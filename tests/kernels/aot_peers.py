@@ -8,19 +8,20 @@ import triton.language as tl
 
 from splash_plugins.peer_rows import kernel, push_kernel
 from splash_trt.runtime.mailbox import SLOT_BYTES
-from tests.kernels.aot import Kernel, Target
+from tests.kernels.aot import Kernel, Target, overlaps
 
 WIDTH = 2048
 BASE = {"bases": "*i64", "rank": "i32"}
 
 
 def kernels(target: Target) -> list[Kernel]:
-    return [one for size in ((2, 8) if target.name == "sm_90" else (4,)) for one in _of(size)]
+    overlap = overlaps(target)
+    return [one for size in ((2, 8) if target.name == "sm_90" else (4,)) for one in _of(size, overlap)]
 
 
-def _of(size: int) -> list[Kernel]:
+def _of(size: int, overlap: bool) -> list[Kernel]:
     meeting = {"SIZE": size, "BLOCKS": kernel.MAX_BLOCKS, "RANKS": kernel.MAX_RANKS}
-    common = {**meeting, "MEET": True}
+    common = {**meeting, "MEET": True, "OVERLAP": overlap}
 
     def make(function: Any, types: dict[str, str], options: dict[str, Any], num_warps: int = 8) -> Kernel:
         integers = ("width", "stride", "sub_stride")
@@ -33,7 +34,7 @@ def _of(size: int) -> list[Kernel]:
     picked |= {"stride": "i32", "sub_stride": "i32"}
     merged = {**rows, "lse_start": "i32", "lse_like": "*fp32", "offsets": "*i32", "heads": "i32"}
     tile = {"NORM": True, "ROWS": 4, "COLUMNS": WIDTH}
-    push = {"SIZE": size, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2]}
+    push = {"SIZE": size, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2], "OVERLAP": overlap}
     to_sum = {**push, "SLOT_BYTES": SLOT_BYTES, "NORM": True, "COLUMNS": WIDTH}
     pushed = {k: t for k, t in summed.items() if k != "offsets"} | {"partial": "*bf16"}
     spread = {k: t for k, t in summed.items() if k != "num_rows"} | {"partial": "*bf16", "tokens": "i32"}

@@ -124,7 +124,25 @@ def test_weights_with_gate_and_up_apart(device: str) -> None:
     assert torch.equal(check(c, 0, None, None), want)
 
 
-@pytest.mark.parametrize("chosen", [0, 5, 40, 300])
+@pytest.mark.parametrize("plan", [*PLANS, "by token"])
+def test_the_addend_is_read_once_it_is_ready(device: str, plan: str) -> None:
+    c = case(device, 3, 2, 8, 4)
+    addend, want, got = torch.full_like(c["x"], torch.nan), torch.empty_like(c["x"]), torch.empty_like(c["x"])
+    calls = []
+
+    def ready() -> None:
+        calls.append(1)
+        addend.fill_(2)
+
+    grouped_experts(**c, first_expert=2, addend=addend, out=got, plan=PLANS.get(plan, BY_TOKEN), ready=ready)
+    assert len(calls) == 1
+    reference.sum_of_experts(**c, first_expert=2, addend=addend, out=want)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    reference.sum_of_experts(**c, first_expert=2, addend=addend.fill_(torch.nan), out=got, ready=ready)
+    assert len(calls) == 2 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("chosen", [0, 5, 40, 300, 1200])
 @pytest.mark.parametrize("experts", [1, 5, 32])
 def test_sort(device: str, experts: int, chosen: int) -> None:
     """Pairs come expert after expert in their order; blocks cover them all, each of one expert."""

@@ -80,6 +80,12 @@ def test_route_agrees(device: str, form: str, num_tokens: int, slices: int | Non
     torch.testing.assert_close(weight, plain_weight, rtol=1e-5, atol=1e-6)
 
 
+def test_slices_too_large_to_load_before_the_rows(device: str) -> None:
+    torch.manual_seed(1)
+    x, router = torch.randn(3, 320, device=device), torch.randn(64, 320, device=device) / 8
+    routed(x, router, torch.zeros(64, device=device), FORMS["glm"], 3, 2)
+
+
 @pytest.mark.parametrize("slices", [1, 2])
 def test_rows_of_padding_choose_nobody(device: str, slices: int) -> None:
     experts = FORMS["glm"]
