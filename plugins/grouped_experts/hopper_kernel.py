@@ -1,0 +1,329 @@
+"""The products of gated experts for Hopper, in Gluon: what product_kernel does, with the warps' work cut by hand.
+
+A block of threads takes one tile of 128 rows and up to 256 columns after another. A warp (four where rows are gathered)
+copies both operands into shared memory, some stages ahead, and two warpgroups, each with 64 of the rows, multiply. They
+meet the copier at barriers in shared memory and each other nowhere: one may be as many stages ahead of the other as
+there are, and so writes its results while the other keeps the tensor cores busy. A warpgroup that has no rows only
+passes the stages on.
+
+Names as in product_kernel.py. Weights come through the tensor memory accelerator; so do rows that lie in sorted order,
+while those of tokens are gathered, 16 bytes at a time, or put in order first.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from splash_plugins.grouped_experts.device import limits
+from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks
+
+ROWS = 128  # of a tile: what sort_pairs is to be called with
+DEPTH = 64  # that is copied together: 128 bytes, the widest swizzle
+HALF = gl.constexpr(64)  # rows of a warpgroup
+STEP = gl.constexpr(DEPTH)
+_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a product is launched."""
+
+    gather: bool = False
+    """Rows are those of tokens, found by pairs; else they lie in sorted order."""
+    columns: int = 256
+    """Of a tile: those of half as many activations, whose gate and up are both in it."""
+    stages: int = 4
+    group: int = 8
+    """Blocks of rows that are done on one tile of columns before the next one."""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of a warpgroup that multiplies, and of one that copies."""
+        return (216, 72) if self.gather else (240, 24)
+
+
+ENABLED = False  # until it has been right on a device
+MIN_ROWS = 128
+"""Pairs per expert here (T * k / E_r, as in tiles.py) from which it is the faster one."""
+GATE_UP = Form(gather=True)
+DOWN = Form()
+
+
+@gluon.jit
+def _place(tile, blocks, count, group, TILES: gl.constexpr):
+    """(expert, first row, end row, tile of columns) of a tile, as product_kernel._place; past the last, that one's."""
+    tile = min(tile, count * TILES - 1)
+    first = tile // (group * TILES) * group
+    size = min(count - first, group)
+    within = tile - first * TILES
+    entry = blocks + (first + within % size) * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), within // size
+
+
+@gluon.jit
+def _tokens(pairs, first, end, TOP_K: gl.constexpr):
+    """[2 * HALF]: each row's token; rows past the end repeat the last."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    row = gl.minimum(first + gl.arange(0, 2 * HALF, layout=layout), end - 1)
+    return gl.load(pairs + row) // TOP_K
+
+
+@gluon.jit
+def _copy(
+    x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty,
+    BEGIN: gl.constexpr, END: gl.constexpr, SECOND: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """Copies a tile's operands, its part [BEGIN, END) of depth; returns the step after it."""
+    STAGES: gl.constexpr = full.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if GATHER:
+        numbers = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
+        source = x + token.to(gl.int64)[:, None] * x_stride + numbers[None, :]
+        rows = a_buffer._reinterpret(a_buffer.dtype, [STAGES, 2 * HALF, STEP], a_buffer.layout)
+    for begin in range(BEGIN, END, STEP):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+        ready = full.index(stage)
+        if GATHER:
+            mbarrier.expect(ready, 2 * w.block_type.nbytes)
+        else:
+            mbarrier.expect(ready, 2 * w.block_type.nbytes + 2 * x.block_type.nbytes)
+        tma.async_copy_global_to_shared(w, [column, begin], ready, b_buffer.index(2 * stage))
+        tma.async_copy_global_to_shared(w, [column + SECOND, begin], ready, b_buffer.index(2 * stage + 1))
+        if GATHER:
+            async_copy.async_copy_global_to_shared(rows.index(stage), source + begin)
+            async_copy.mbarrier_arrive(ready, increment_count=False)
+        else:
+            tma.async_copy_global_to_shared(x, [first, begin], ready, a_buffer.index(2 * stage))
+            tma.async_copy_global_to_shared(x, [first + HALF, begin], ready, a_buffer.index(2 * stage + 1))
+        step += 1
+    return step
+
+
+@gluon.jit
+def _produce(
+    x, x_stride, w, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
+    DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, TOP_K: gl.constexpr,
+):  # fmt: skip
+    """Copies the operands of this program's tiles. Where the next one lies is loaded meanwhile, and then its tokens."""
+    PANEL: gl.constexpr = b_buffer.shape[1]
+    WIDTH: gl.constexpr = PANEL if GATED else 2 * PANEL
+    TILES: gl.constexpr = SIZE // WIDTH
+    EXPERT: gl.constexpr = 2 * SIZE if GATED else SIZE
+    SECOND: gl.constexpr = SIZE if GATED else PANEL
+    HALFWAY: gl.constexpr = DEPTH // STEP // 2 * STEP
+    step = 0
+    tile = gl.program_id(0)
+    expert, first, end, n = _place(tile, blocks, count, group, TILES)
+    token = first
+    if GATHER:
+        token = _tokens(pairs, first, end, TOP_K)
+    while tile < count * TILES:
+        tile += gl.num_programs(0)
+        column = expert * EXPERT + n * WIDTH
+        expert, next_first, end, n = _place(tile, blocks, count, group, TILES)
+        step = _copy(
+            x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty, 0, HALFWAY, SECOND, GATHER
+        )
+        next_token = next_first
+        if GATHER:
+            next_token = _tokens(pairs, next_first, end, TOP_K)
+        step = _copy(
+            x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty, HALFWAY, DEPTH, SECOND, GATHER
+        )
+        first = next_first
+        token = next_token
+
+
+@gluon.jit
+def _release(empty, step, pred):
+    # One thread arrives for the warpgroup, and each warp knows of its own products only.
+    _meet()
+    mbarrier.arrive(empty.index(step % empty.shape[0]), count=1, pred=pred)
+
+
+@gluon.jit
+def _multiply(
+    a_buffer, b_buffer, full, empty, begin, half: gl.constexpr, STEPS: gl.constexpr, GATHER: gl.constexpr
+):  # fmt: skip
+    """[HALF, 2 * PANEL] of the tile whose first step is `begin`; a stage is free when the next one's product is under
+    way and its own is done."""
+    STAGES: gl.constexpr = full.shape[0]
+    PANEL: gl.constexpr = b_buffer.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PANEL, 16])
+    weights = b_buffer._reinterpret(b_buffer.dtype, [STAGES, 2 * PANEL, STEP], b_buffer.layout)
+    acc = gl.zeros([HALF, 2 * PANEL], gl.float32, layout)
+    for i in range(STEPS):
+        step = begin + i
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        if GATHER:
+            fence_async_shared()  # rows were not written by the accelerator, which the tensor cores read with
+        acc = warpgroup_mma(a_buffer.index(2 * stage + half), weights.index(stage).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        _release(empty, step + STAGES - 1, i > 0)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _release(empty, begin + STEPS - 1, True)
+    return acc
+
+
+@gluon.jit
+def _store(out, acc, row, keep, n, SIZE: gl.constexpr, GATED: gl.constexpr, layout: gl.constexpr):
+    """A warpgroup's part of a tile, in the given rows of out where they are kept."""
+    PANEL: gl.constexpr = acc.shape[1] // 2
+    left, right = acc.reshape([HALF, 2, PANEL]).permute([0, 2, 1]).split()
+    target = out + row.to(gl.int64)[:, None] * SIZE + gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout))[None, :]
+    if GATED:
+        value = left * (1 / (1 + gl.exp(-left))) * right
+        value = gl.convert_layout(value.to(out.dtype.element_ty), layout)
+        gl.store(target + n * PANEL, value, keep[:, None])
+    else:
+        target += n * 2 * PANEL
+        gl.store(target, gl.convert_layout(left.to(out.dtype.element_ty), layout), keep[:, None])
+        gl.store(target + PANEL, gl.convert_layout(right.to(out.dtype.element_ty), layout), keep[:, None])
+
+
+@gluon.jit
+def _consume(
+    out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
+    half: gl.constexpr, DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of the rows of this program's tiles: activations go to out by row, results by pair. What it
+    reads of this tile's place and the next one's it loads while it multiplies."""
+    STAGES: gl.constexpr = full.shape[0]
+    PANEL: gl.constexpr = b_buffer.shape[1]
+    STEPS: gl.constexpr = DEPTH // STEP
+    TILES: gl.constexpr = SIZE // (PANEL if GATED else 2 * PANEL)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [4, 1], [1, 0])
+    begin = 0
+    tile = gl.program_id(0)
+    expert, first, end, n = _place(tile, blocks, count, group, TILES)
+    while tile < count * TILES:
+        tile += gl.num_programs(0)
+        expert, next_first, next_end, next_n = _place(tile, blocks, count, group, TILES)
+        row = first + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        keep = row < end
+        if first + half * HALF < end:
+            if not GATED:
+                row = gl.load(pairs + row, keep, other=0)
+            acc = _multiply(a_buffer, b_buffer, full, empty, begin, half, STEPS, GATHER)
+            _store(out, acc, row, keep, n, SIZE, GATED, layout)
+        else:
+            for step in range(begin, begin + STEPS):
+                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                _release(empty, step, True)
+        begin += STEPS
+        first = next_first
+        end = next_end
+        n = next_n
+
+
+@gluon.jit(do_not_specialize=["group"])
+def hopper_kernel(
+    x, x_stride, w, out, pairs, blocks, num_blocks, group,
+    DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, TOP_K: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [P, SIZE] from rows [*, DEPTH] of x, which is a descriptor unless they are gathered; as gate_up_kernel if
+    GATED, else as down_kernel."""
+    count = gl.load(num_blocks)
+    if gl.program_id(0) >= count * (SIZE // (w.block_type.shape[0] * (1 if GATED else 2))):
+        return
+    dtype: gl.constexpr = w.dtype
+    a_buffer = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF, STEP], w.layout)
+    b_buffer = gl.allocate_shared_memory(dtype, [2 * STAGES, w.block_type.shape[0], STEP], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # The copier's threads arrive each when what they gathered is there.
+        mbarrier.init(full.index(stage), count=129 if GATHER else 1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    zero: gl.constexpr = 0
+    one: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, zero, DEPTH, SIZE, GATED, GATHER,
+            )),
+            (_consume, (
+                out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, one, DEPTH, SIZE, GATED, GATHER,
+            )),
+            (_produce, (
+                x, x_stride, w, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
+                DEPTH, SIZE, GATED, GATHER, TOP_K,
+            )),
+        ],
+        [4, 4 if GATHER else 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def supports(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether `products` can do it: Hopper, 16-bit types, sizes in whole tiles, aligned rows."""
+    if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    _, width, inner = down.shape
+    fits = width % GATE_UP.columns == width % DOWN.columns == inner % (GATE_UP.columns // 2) == 0
+    aligned = x.stride(0) % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in (x, gate_up, down))
+    return fits and aligned and x.element_size() == 2 and x.dtype == gate_up.dtype == down.dtype
+
+
+def is_chosen(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, num_pairs: int) -> bool:
+    """Whether `products` does it, and faster than the portable kernels."""
+    return ENABLED and num_pairs >= MIN_ROWS * len(down) and supports(x, gate_up, down)
+
+
+def _descriptor(matrix: torch.Tensor, num_rows: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [num_rows, DEPTH], layout)
+
+
+def product(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, order: SortedPairs, top_k: int, gated: bool, form: Form
+) -> None:
+    """One product for what `supports` says, of pairs sorted in blocks of ROWS.
+
+    gated: out [P, I], in sorted order, = silu(x gate) * (x up), w [E_r, 2 I, D] or [E_r, 2, I, D] contiguous; else out
+    [P, D], by pair, = x down, w [E_r, D, I]. Rows of x are those of pairs in sorted order, or of tokens to gather from.
+    """
+    num_pairs, size = out.shape
+    consumer, producer = form.registers
+    columns = form.columns // 2 if gated else form.columns
+    assert size % columns == 0 and x.shape[1] % DEPTH == 0
+    most = max_blocks(num_pairs, len(w), ROWS) * (size // columns)
+    hopper_kernel[(min(most, limits(x.device).processors),)](
+        x if form.gather else _descriptor(x, ROWS // 2), x.stride(0), _descriptor(w.flatten(0, -2), form.columns // 2),
+        out, order.pairs, order.blocks, order.num_blocks, form.group,
+        DEPTH=x.shape[1], SIZE=size, GATED=gated, GATHER=form.gather, TOP_K=top_k, STAGES=form.stages,
+        CONSUMER_REGISTERS=consumer, PRODUCER_REGISTERS=producer, num_warps=4,
+    )  # fmt: skip
+
+
+def products(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, order: SortedPairs, top_k: int
+) -> torch.Tensor:
+    """[P, D]: each sorted pair's expert applied to its token's row of x [T, D]; rows of other pairs stay undefined."""
+    num_pairs = len(order.pairs)
+    _, width, inner = down.shape
+    hidden = x.new_empty((num_pairs, inner))
+    product(x, gate_up, hidden, order, top_k, True, GATE_UP)
+    y = x.new_empty((num_pairs, width))
+    product(hidden, down, y, order, top_k, False, DOWN)
+    return y
