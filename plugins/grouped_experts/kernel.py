@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from splash_plugins.grouped_experts import hopper_kernel
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
@@ -53,7 +54,8 @@ def grouped_experts(
         rows = slice(begin, min(num_tokens, begin + part))
         chosen = plan or choose(rows.stop - begin, top_k, num_experts, width, inner, x.element_size(), device)
         tail = addend[rows] if addend is not None else None
-        run = _few if chosen.few else _many
+        fits = plan is None and hopper_kernel.is_chosen(x[rows], gate_up, down, choice[rows].numel())
+        run = _few if chosen.few else _many_on_hopper if fits else _many
         run(chosen, x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
         ready = None
 
@@ -158,6 +160,26 @@ def _many(
         **_blocks(plan.down, x.dtype),
         **overlap(x, "experts"),
     )
+    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
+
+
+def _many_on_hopper(
+    plan: Plan,
+    x: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+    ready: Ready | None,
+) -> None:
+    """As _many, whose plan it does without."""
+    num_experts = len(down)
+    joined = _joined(addend, ready)
+    order = sort_pairs(choice, num_experts, first_expert, hopper_kernel.ROWS, after_join=joined)
+    y = hopper_kernel.products(x, gate_up, down, order, choice.shape[1])
     combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
 
 
