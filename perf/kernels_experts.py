@@ -23,6 +23,7 @@ from triton.runtime.errors import OutOfResources
 
 from perf import experts_hopper
 from perf.expert_cases import GLM, GPU, SLICE, TINY, Case, Checks, Shape, time_us, weights
+from splash_plugins import overlap_kernel
 from splash_plugins.embed import reference as embed_reference
 from splash_plugins.embed.kernel import embed
 from splash_plugins.grouped_experts import torch_kernel
@@ -45,6 +46,9 @@ FEW_GATE = ((16, 128, 2, 5), (16, 256, 2, 4), (16, 256, 4, 4), (16, 512, 4, 3), 
             (32, 256, 4, 3), (32, 256, 8, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 8, 4))  # fmt: skip
 FEW_DOWN = ((16, 128, 2, 5), (16, 256, 2, 4), (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 4), (32, 256, 2, 4),
             (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 4), (128, 128, 4, 4))  # fmt: skip
+# For a token or a few, one by one, beside those above.
+TOKEN_GATE = ((8, 256, 2, 4), (8, 512, 4, 3), (8, 128, 2, 8))
+TOKEN_DOWN = ((16, 512, 4, 4), (8, 512, 2, 4), (8, 256, 2, 5))
 GATE = {
     16: ((32, 128, 4, 4, 2), (32, 256, 4, 3, 2), (64, 128, 4, 3, 2), (64, 64, 4, 5, 2), (64, 128, 8, 4, 1)),
     32: ((32, 128, 4, 4, 2), (64, 128, 4, 3, 2), (64, 64, 4, 4, 2), (64, 128, 8, 4, 1)),
@@ -93,7 +97,8 @@ def modes(shape: Shape, num_tokens: int) -> Iterator[Mode]:
 
     few = few_tiles(FEW_GATE), few_tiles(FEW_DOWN)
     if num_tokens <= 4:
-        yield Mode(True, True, *fitted(*few))
+        one = [[Tiles(m=16, n=n, k=k, warps=w, stages=s) for n, k, w, s in rows] for rows in (TOKEN_GATE, TOKEN_DOWN)]
+        yield Mode(True, True, *fitted(few[0] + one[0], few[1] + one[1]))
     if pairs <= 256:
         yield Mode(
             True, False, *fitted(*few) if pairs <= 128 else fitted(few[0][4:8] + few[0][12:], few[1][3:7] + few[1][11:])
@@ -204,6 +209,8 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
 
     results = []
     chosen = measure("as chosen", grouped_experts)
+    if tokens <= 16:
+        results.append(f"{chosen:8.1f} us  as chosen; {overlap_times(lambda: measure('as chosen', grouped_experts))}")
     for mode in modes(shape, tokens):
         if time.perf_counter() > deadline:
             results.append("(out of time)")
@@ -226,6 +233,16 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
         best = min(best, (us, "torch"))
     print_row(case, best, chosen)
     print("".join(f"      {line}\n" for line in results), end="", flush=True)
+
+
+def overlap_times(measure: Callable[[], float]) -> str:
+    """The same without overlapping launches, and without what the first product has fetched for the second."""
+    found = []
+    for name, without in (("no overlap", {"experts", "fetch"}), ("no fetch", {"fetch"})):
+        overlap_kernel.WITHOUT = frozenset(without)
+        found.append(f"{name} {measure():.1f} us")
+    overlap_kernel.WITHOUT = frozenset()
+    return ", ".join(found)
 
 
 def print_row(case: Case, best: tuple[float, str], chosen: float) -> None:
