@@ -19,9 +19,11 @@ import torch
 
 from perf.expert_cases import GLM, GPU, SLICE, Case, Checks, Shape, time_us, weights
 from splash_plugins.grouped_experts import kernel
+from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.gather_kernel import gather_rows
 from splash_plugins.grouped_experts.hopper_kernel import DOWN, GATE_UP, ROWS, Form, product
 from splash_plugins.grouped_experts.sort_kernel import SortedPairs, sort_pairs
+from splash_plugins.grouped_experts.tiles import choose
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 SLICE_TOKENS = (1024, 4096)
@@ -33,15 +35,15 @@ ORDERED = Form(gather=False)
 NARROW = Form(columns=128, stages=6)
 GATE_FORMS = (
     GATE_UP,
-    *(Form(gather=True, group=group) for group in (2, 4, 16, 32)),
+    *(Form(gather=True, group=group) for group in (4, 16)),
     Form(gather=True, stages=3),
     Form(gather=True, columns=128, stages=6),
     ORDERED,
     Form(group=16),
     NARROW,
 )
-DOWN_FORMS = (DOWN, *(Form(group=group) for group in (2, 4, 16, 32)), Form(stages=3), NARROW)
-SLICE_GATE, SLICE_DOWN = (GATE_UP, ORDERED, GATE_FORMS[3]), (DOWN, DOWN_FORMS[3])
+DOWN_FORMS = (DOWN, *(Form(group=group) for group in (4, 16)), Form(stages=3), NARROW)
+SLICE_GATE, SLICE_DOWN = (GATE_UP, ORDERED, GATE_FORMS[2]), (DOWN, DOWN_FORMS[2])
 
 
 def form_name(form: Form) -> str:
@@ -76,6 +78,14 @@ class Variant:
         y = x.new_empty((num_pairs, width))
         product(hidden, down, y, order, top_k, False, self.down)
         kernel.combine(y, choice, weight, first_expert, num_experts, addend, out)
+
+
+def portable(case: Case) -> None:
+    """The whole operation by the other kernels."""
+    num_experts, width, inner = case.down.shape
+    plan = choose(case.tokens, case.shape.top_k, num_experts, width, inner, case.down.element_size(), limits(GPU))
+    where = (case.gate_up, case.down, case.first, case.addend, case.out)
+    kernel.grouped_experts(case.x[0], case.choice[0], case.weight[0], *where, plan=plan)
 
 
 def spread(case: Case, how: str) -> None:
@@ -174,12 +184,15 @@ def time_all(shape: Shape, counts: tuple[int, ...]) -> None:
         print(f"{shape.name} T {tokens}: {pairs:.0f} pairs here, blocks {pairs / ROWS / blocks:.0%} full")
         best = Variant(*time_products(case, order))
         cost = pairs * shape.hidden * shape.inner * 6
-        for what, run in (
-            ("portable", kernel.grouped_experts),
-            ("for Hopper, default forms", Variant().run),
-            (f"for Hopper, {form_name(best.gate_up)} | {form_name(best.down)}", best.run),
+        for what, launch in (
+            ("portable", functools.partial(portable, case)),
+            ("for Hopper, default forms", functools.partial(Variant().run, *case.arguments(0))),
+            (
+                f"for Hopper, {form_name(best.gate_up)} | {form_name(best.down)}",
+                functools.partial(best.run, *case.arguments(0)),
+            ),
         ):
-            us = time_us([functools.partial(run, *case.arguments(0))] * 2)
+            us = time_us([launch] * 2)
             print(f"  whole: {us:8.1f} us {cost / us / 1e6:6.0f} TFLOP/s  {what}", flush=True)
     rows, w = torch.randn(16384, shape.hidden, device=GPU, dtype=torch.bfloat16), tensors[0][0]
     us = time_us([lambda: torch.mm(rows, w.T)] * 4)
@@ -210,7 +223,10 @@ def compile_in_child(job: Job) -> None:
     gate_up = torch.empty(shape.local, 2 * shape.inner, shape.hidden, device=GPU, dtype=dtype)
     down = torch.empty(shape.local, shape.hidden, shape.inner, device=GPU, dtype=dtype)
     case = Case(shape, tokens, gate_up, down, sets=1, first=1 << 20)
-    (variant.run if variant else kernel.grouped_experts)(*case.arguments(0))
+    if variant:
+        variant.run(*case.arguments(0))
+    else:
+        portable(case)
     torch.cuda.synchronize()
 
 
