@@ -160,10 +160,9 @@ class Program:
         )
         if simulated is not None:
             choice = simulated
-        if shared is not None:
-            self._beside.join()
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
-        self._k.grouped_experts(x, choice, weight, gate_up, down, self._first_expert, shared, out)
+        ready = self._beside.join if shared is not None else None
+        self._k.grouped_experts(x, choice, weight, gate_up, down, self._first_expert, shared, out, ready=ready)
         return out
 
     def _gated(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
