@@ -46,31 +46,42 @@ class Attention:
     length: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    stride: int = 1
 
     def run(self, function: Callable[..., None], layer: int = 0, **options: Any) -> None:
         index = (self.tables, self.slot, self.first, self.length)
-        function(self.q, self.layers[layer], *index, 1, LATENT, SCALE, self.out, self.lse, **options)
+        function(self.q, self.layers[layer], *index, self.stride, LATENT, SCALE, self.out, self.lse, **options)
 
 
-def attention(lengths: Sequence[int], heads: int, dtype: torch.dtype, num_layers: int, spare: int = 8) -> Attention:
-    """Pages in random order; NaN where no query may read. Tables have `spare` times the columns that are in use."""
-    used = [-(-n // PAGE_TOKENS) for n in lengths]
+def attention(
+    lengths: Sequence[int],
+    heads: int,
+    dtype: torch.dtype,
+    num_layers: int,
+    spare: int = 8,
+    stride: int = 1,
+    page_tokens: int = PAGE_TOKENS,
+) -> Attention:
+    """Pages in random order; NaN where no query may read. Tables have `spare` times the columns that are in use, of
+    which a query reads every stride-th."""
+    used = [-(-n // page_tokens) for n in lengths]
     num_pages = sum(used) + 1
-    arena = torch.empty((num_pages, num_layers, PAGE_TOKENS, WIDTH), dtype=dtype, device="cuda").normal_()
+    arena = torch.empty((num_pages, num_layers, page_tokens, WIDTH), dtype=dtype, device="cuda").normal_()
     order = torch.randperm(num_pages).tolist()
-    tables = torch.full((len(lengths), max(1, *used) * spare), -1, dtype=torch.int32)
+    tables = torch.full((len(lengths), max(1, *used) * spare * stride), -1, dtype=torch.int32)
+    first = torch.arange(len(lengths), dtype=torch.int32) % stride
     for a, n in enumerate(lengths):
-        for column in range(used[a]):
-            tables[a, column] = order.pop()
-        if n % PAGE_TOKENS:
-            arena[tables[a, used[a] - 1], :, n % PAGE_TOKENS :] = torch.nan
+        pages = torch.tensor([order.pop() for _ in range(used[a])], dtype=torch.int32)
+        tables[a, int(first[a]) : int(first[a]) + used[a] * stride : stride] = pages
+        if n % page_tokens:
+            arena[pages[-1], :, n % page_tokens :] = torch.nan
     slot = torch.tensor([a if n else -1 for a, n in enumerate(lengths)], dtype=torch.int32)
     q = torch.randn((len(lengths), heads, WIDTH), device="cuda").to(dtype)
     out = torch.full((len(lengths), heads, LATENT), torch.nan, dtype=dtype, device="cuda")
     lse = torch.full((len(lengths), heads), torch.nan, device="cuda")
     length = torch.tensor(lengths, dtype=torch.int32)
     layers = [arena[:, layer] for layer in range(num_layers)]
-    return Attention(q, layers, tables.cuda(), slot.cuda(), torch.zeros_like(slot).cuda(), length.cuda(), out, lse)
+    return Attention(q, layers, tables.cuda(), slot.cuda(), first.cuda(), length.cuda(), out, lse, stride)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

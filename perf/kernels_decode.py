@@ -125,7 +125,7 @@ def diagnose(heads: int, config: DecodeConfig) -> None:
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         return
-    job = ",".join(map(str, (heads, *astuple(config))))
+    job = ",".join(map(str, (heads, *astuple(config)[:6])))
     command = [checker, "--print-limit", "2", sys.executable, "-m", "perf.kernels_decode", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -343,7 +343,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        numbers = [int(n) for n in sys.argv[1].split(",")]
-        print(tried((run_tile, numbers[0], DecodeConfig(*numbers[1:]))))
+        heads, *tile = [int(n) for n in sys.argv[1].split(",")]
+        print(tried((run_tile, heads, DecodeConfig(*tile[:6]))))
     else:
         sys.exit(main())

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.mla_attention import decode_hopper_kernel
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -217,6 +218,8 @@ class DecodeConfig:
     programs_per_sm: int
     parts: int = 1
     """Blocks that a row's latent columns are taken in."""
+    pipeline: decode_hopper_kernel.Pipeline | None = None
+    """Given: attention by Hopper's own kernel, which has tiles, warps and stages of its own."""
 
 
 def choose_config(
@@ -240,10 +243,18 @@ def choose_config(
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
-def device_config(q: torch.Tensor) -> DecodeConfig:
+def hopper_config(heads: int, pipeline: decode_hopper_kernel.Pipeline | None = None) -> DecodeConfig:
+    pipeline = pipeline or decode_hopper_kernel.choose_pipeline(heads)
+    rows, stages = decode_hopper_kernel.TILE_ROWS, pipeline.stages
+    return DecodeConfig(decode_hopper_kernel.MOST_HEADS, rows, 4, stages, 2 if stages == 1 else 1, pipeline=pipeline)
+
+
+def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeConfig:
     heads, item = q.shape[1], q.element_size()
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
+    if decode_hopper_kernel.BY_DEFAULT and decode_hopper_kernel.supports(q, pages, latent):
+        return hopper_config(heads)
     properties = torch.cuda.get_device_properties(q.device)
     shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
     return choose_config(heads, item, shared, torch.version.hip is None and properties.major == 9, len(q))
@@ -277,7 +288,7 @@ def decode(
     """
     if len(q) == 0:
         return
-    config = config or device_config(q)
+    config = config or device_config(q, pages, latent)
     num_splits = num_splits or splits_for(q, pages, tables, stride, config)
     index = (pages, tables, slot, first, length, stride, latent, scale)
     if num_splits == 1:
@@ -329,6 +340,10 @@ def _launch(
     part_lse: torch.Tensor | None,
     config: DecodeConfig,
 ) -> None:
+    if config.pipeline is not None:
+        index = (tables, slot, first, length, stride, latent, scale)
+        decode_hopper_kernel.launch(q, pages, *index, part, part_lse, config.pipeline)
+        return
     queries, heads, width = q.shape
     decode_kernel[(queries * triton.cdiv(heads, config.block_h), part.shape[1])](
         q, q.stride(0), q.stride(1),

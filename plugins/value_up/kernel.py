@@ -120,6 +120,7 @@ def merge_up(
     out: torch.Tensor,
     *,
     block_v: int = BLOCK_V,
+    parts: int = PARTS,
 ) -> None:
     """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, in tiles of
     `tile_rows` of length [A] rows; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
@@ -129,7 +130,7 @@ def merge_up(
     merge_up_kernel[(triton.cdiv(value, block_v), heads, triton.cdiv(queries, block_a))](
         partial, partial_lse, length, splits, w_uv, out, out.stride(0), out.stride(1), queries, first_head,
         HEADS=all_heads, LATENT=num_latent, VALUE=value, BLOCK_N=tile_rows,
-        BLOCK_A=block_a, BLOCK_S=PARTS // block_a, SPLITS=triton.next_power_of_2(splits),
+        BLOCK_A=block_a, BLOCK_S=parts // block_a, SPLITS=triton.next_power_of_2(splits),
         BLOCK_L=max(16, triton.next_power_of_2(num_latent)), BLOCK_V=block_v,
         num_warps=8, **overlap(partial),
     )  # fmt: skip
@@ -156,7 +157,7 @@ def decode_values(
     one launch; by default where queries are few."""
     if len(q) == 0:
         return
-    config = config or device_config(q)
+    config = config or device_config(q, pages, latent)
     num_splits = num_splits or splits_for(q, pages, tables, stride, config)
     index = (pages, tables, slot, first, length, stride, latent, scale)
     if fuse is None:

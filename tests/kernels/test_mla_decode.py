@@ -159,7 +159,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pipeline", [None, Pipeline(2, ahead=True), Pipeline(1)])
+@pytest.mark.parametrize("pipeline", [None, Pipeline(2, ahead=True), Pipeline(1, rest=True)])
 @pytest.mark.parametrize("heads, dtype", [(10, torch.bfloat16), (16, torch.float16), (20, torch.bfloat16)])
 @pytest.mark.parametrize("stride, page_tokens", [(1, 64), (2, 128)])
 def test_hopper(

@@ -1,0 +1,399 @@
+"""Absorbed (decode) attention for Hopper, in Gluon: what decode_kernel does, with copies that are always under way.
+
+A block of threads takes one query, up to 32 heads and a part of the context, in tiles of 64 rows. A tile is copied into
+shared memory by the copy engine (TMA) two or three tiles ahead, where both products read it: scores, rows by heads,
+then sums of values, latent columns by heads, so that rows and columns fill the tensor cores' long side and heads its
+short one. One warpgroup does all: its products take less time than its copies, and asking for a copy next to none.
+
+A tile's rope columns are needed for its scores only; the weights go where they were.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
+# Whether decode attention takes this kernel where `supports` says that it can.
+BY_DEFAULT = False
+TILE_ROWS = 64
+ROPE = 64
+MOST_HEADS = 32
+REST_ROWS = 16  # a context's last tile is copied by so many rows
+_ROWS = gl.constexpr(TILE_ROWS)
+_ROPE = gl.constexpr(ROPE)
+_REST = gl.constexpr(REST_ROWS)
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How tiles pass through a block of threads."""
+
+    stages: int = 3
+    """Tiles' latents that shared memory holds: 1 (two programs fit a multiprocessor), 2, or 3 with up to 16 heads."""
+    ahead: bool = False
+    """The next tile's scores are computed during a tile's softmax; with 2 stages or more, and not with `rest`."""
+    fetch: bool = True
+    """Asks the L2 for the first tiles while the kernel before this one ends."""
+    rest: bool = False
+    """Copies of a context's last tile what rows it has, not the whole."""
+    early: bool = False
+    """Copies the first tiles before the kernel before this one ends: only where the one that writes rows has ended."""
+
+
+@gluon.jit
+def _place(table, stride, tile, exists, S: gl.constexpr):
+    """Page of a tile, and the tile's first row in it."""
+    row = tile * _ROWS
+    return gl.load(table + stride * (row // S), exists, other=0), row % S
+
+
+@gluon.jit
+def _copy(descriptor, rest_rows, buffers, barriers, index, place, live, column: gl.constexpr, REST: gl.constexpr):
+    """Asks for a block of columns of the tile that is `index`th in this program, of whose rows `live` are some."""
+    CHUNKS: gl.constexpr = buffers.shape[3] // 64
+    STAGES: gl.constexpr = buffers.shape[0]
+    GROUPS: gl.constexpr = _ROWS // _REST
+    stage = index % STAGES
+    barrier = barriers.index(stage)
+    if REST and live <= _ROWS - _REST:
+        # The widest swizzle takes 64 columns, and keeps 8 rows of them together: so a buffer is made of smaller ones.
+        pieces = buffers._reinterpret(buffers.dtype, [STAGES * CHUNKS * GROUPS, 1, _REST, 64], buffers.layout)
+        groups = gl.cdiv(live, _REST)
+        for n in gl.static_range(1, GROUPS):
+            if groups == n:
+                mbarrier.expect(barrier, n * CHUNKS * rest_rows.block_type.nbytes)
+        for n in range(groups):
+            for chunk in gl.static_range(CHUNKS):
+                target = pieces.index((stage * CHUNKS + chunk) * GROUPS + n)
+                at = [place[0], place[1] + n * _REST, column + chunk * 64]
+                tma.async_copy_global_to_shared(rest_rows, at, barrier, target)
+    else:
+        mbarrier.expect(barrier, descriptor.block_type.nbytes)
+        tma.async_copy_global_to_shared(descriptor, [place[0], place[1], column], barrier, buffers.index(stage))
+
+
+@gluon.jit
+def _copy_first(
+    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST: gl.constexpr
+):  # fmt: skip
+    """Asks for as many of this program's `count` tiles as there is room for; `places` are theirs, and `live` how many
+    rows are there from the first one on."""
+    LATENT: gl.constexpr = latents.shape[3]
+    STAGES: gl.constexpr = latents.shape[0]
+    for i in gl.static_range(STAGES):
+        if i < count:
+            rest = live - i * _ROWS
+            _copy(latent_rows, rest_rows, latents, latent_full, i, places[i], rest, 0, REST)
+            if i < ropes.shape[0]:
+                _copy(rope_rows, rest_rows, ropes, rope_full, i, places[i], rest, LATENT, REST)
+
+
+@gluon.jit
+def _copy_next(
+    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, place, rope_place, index, live, count,
+    REST: gl.constexpr,
+):  # fmt: skip
+    """Once all are done with the tile that is `index`th, `live` rows before the end: asks for what takes its place."""
+    LATENT: gl.constexpr = latents.shape[3]
+    STAGES: gl.constexpr = latents.shape[0]
+    ROPES: gl.constexpr = ropes.shape[0]
+    _meet()
+    if index + STAGES < count:
+        rest = live - STAGES * _ROWS
+        _copy(latent_rows, rest_rows, latents, latent_full, index + STAGES, place, rest, 0, REST)
+    if index + ROPES < count:
+        rest = live - ROPES * _ROWS
+        _copy(rope_rows, rest_rows, ropes, rope_full, index + ROPES, rope_place, rest, LATENT, REST)
+
+
+@gluon.jit
+def _fetch(
+    pages, page_stride, row_stride, table, stride, begin, count, rows,
+    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Has the first TILES of `count` tiles fetched into the L2, each by one thread. That rows are written afterwards
+    does no harm: writes take place there."""
+    size: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
+    index = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    wanted = index < gl.minimum(TILES, count)
+    first = (begin + index) * _ROWS
+    page = gl.load(table + stride * (first // S), wanted, other=0).to(gl.int64)
+    num_bytes = gl.where(wanted, gl.minimum(rows - first, _ROWS) * (WIDTH * size), 0)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.b32 wanted, $2, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pages + page * page_stride + (first % S) * row_stride, num_bytes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _clear(block, live):
+    """Zeros in the rows from `live` on of a block [64, LATENT] in shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    for first in gl.static_range(0, _ROWS, 8):
+        if first + 8 > live:
+            kept = first + gl.arange(0, 8, layout=gl.SliceLayout(1, layout)) < live
+            part = block.slice(first, 8)
+            numbers = part.load(layout)
+            part.store(gl.where(kept[:, None], numbers, gl.zeros_like(numbers)))
+
+
+@gluon.jit
+def _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live):
+    """Begins the scores [64, BLOCK_H] of the tile that is `index`th in this program, of whose rows `live` are some.
+
+    What lies past them may be NaN or infinite; as values it will be weighted with 0, and 0 times that is no number. So
+    it is cleared, while its scores are computed, of which nothing is used.
+    """
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
+    LATENT: gl.constexpr = q_latent.shape[1]
+    STAGES: gl.constexpr = latents.shape[0]
+    ROPES: gl.constexpr = ropes.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    latent = latents.index(index % STAGES).reshape([_ROWS, LATENT])
+    rope = ropes.index(index % ROPES).reshape([_ROWS, _ROPE])
+    scores = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
+    mbarrier.wait(latent_full.index(index % STAGES), index // STAGES & 1)
+    scores = warpgroup_mma(latent, q_latent.permute([1, 0]), scores, use_acc=False, is_async=True)
+    mbarrier.wait(rope_full.index(index % ROPES), index // ROPES & 1)
+    scores = warpgroup_mma(rope, q_rope.permute([1, 0]), scores, is_async=True)
+    if live < _ROWS:
+        _clear(latent, live)
+    return scores
+
+
+@gluon.jit
+def _softmax(scores, top, total, sums, live, factor):
+    """Online softmax over the tile's rows: (top [BLOCK_H], total [64, BLOCK_H] by row of a tile, sums, weights)."""
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, scores.type.layout))
+    scores = gl.where((row < live)[:, None], scores * factor, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, axis=0))
+    weight = gl.exp2(scores - new_top[None, :])
+    fade = gl.exp2(top - new_top)
+    return new_top, total * fade[None, :] + weight, sums * fade[None, :], weight
+
+
+@gluon.jit
+def _issue_values(weight, sums, latents, ropes, index):
+    """Begins to add the tile's values to `sums` [LATENT, BLOCK_H]. The weights take the place of its rope columns,
+    which all warps are done with: they know of one another's scores."""
+    BLOCK_H: gl.constexpr = sums.shape[1]
+    LATENT: gl.constexpr = sums.shape[0]
+    weights = ropes.index(index % ropes.shape[0]).reshape([_ROWS, _ROPE]).slice(0, BLOCK_H)
+    weights.store(weight.to(ropes.dtype).permute([1, 0]))
+    fence_async_shared()
+    _meet()
+    values = latents.index(index % latents.shape[0]).reshape([_ROWS, LATENT]).permute([1, 0])
+    return warpgroup_mma(values, weights.permute([1, 0]), sums, is_async=True)
+
+
+@gluon.jit
+def _load_queries(q, head_stride, q_latent, q_rope, HEADS: gl.constexpr):
+    """One query's heads into shared memory; zeros past HEADS."""
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
+    LATENT: gl.constexpr = q_latent.shape[1]
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, wide))[None, :]
+    latent = gl.load(q + head * head_stride + column, head < HEADS, other=0)
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
+    column = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, narrow))[None, :]
+    rope = gl.load(q + head * head_stride + LATENT + column, head < HEADS, other=0)
+    q_latent.store(latent)
+    q_rope.store(rope)
+    fence_async_shared()
+    _meet()
+
+
+@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
+def decode_hopper_kernel(
+    q, q_stride, q_head_stride,
+    latent_rows, rope_rows, rest_rows, pages, page_stride, row_stride,
+    tables, table_stride,
+    slot, first, length, stride, splits, scale,
+    out, out_stride, out_split_stride, out_head_stride,
+    lse, lse_stride, lse_split_stride,
+    HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr,
+    STAGES: gl.constexpr, ROPES: gl.constexpr, AHEAD: gl.constexpr, FETCH: gl.constexpr, REST: gl.constexpr,
+    EARLY: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """`latent_rows`, `rope_rows` and `rest_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64
+    columns, and of 16 rows and 64 columns."""
+    query = gl.program_id(0).to(gl.int64)
+    split = gl.program_id(1)
+    rows = gl.load(length + query)
+    table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
+    tiles = gl.cdiv(rows, _ROWS)
+    share = gl.cdiv(tiles, splits)
+    begin = split * share
+    count = gl.minimum(begin + share, tiles) - begin
+    live = rows - begin * _ROWS  # rows of the first tile and those after it
+    places = ()
+    for i in gl.static_range(STAGES):
+        place = _place(table, stride, begin + i, i < count, S)
+        places = places + (place,)  # type: ignore[assignment]
+
+    dtype: gl.constexpr = q.dtype.element_ty
+    matrix: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    latents = gl.allocate_shared_memory(dtype, [STAGES, 1, _ROWS, LATENT], latent_rows.layout)
+    ropes = gl.allocate_shared_memory(dtype, [ROPES, 1, _ROWS, _ROPE], rope_rows.layout)
+    q_latent = gl.allocate_shared_memory(dtype, [BLOCK_H, LATENT], matrix)
+    q_rope = gl.allocate_shared_memory(dtype, [BLOCK_H, _ROPE], matrix)
+    latent_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    rope_full = gl.allocate_shared_memory(gl.int64, [ROPES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(latent_full.index(stage), count=1)
+    for stage in gl.static_range(ROPES):
+        mbarrier.init(rope_full.index(stage), count=1)
+    fence_async_shared()
+    _meet()
+
+    if EARLY:
+        _copy_first(
+            latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST
+        )  # fmt: skip
+    elif FETCH and OVERLAP:
+        _fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES)
+    wait_for_inputs(OVERLAP)
+    if (splits > 1) & (count <= 0):
+        return
+    if not EARLY:
+        _copy_first(
+            latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST
+        )  # fmt: skip
+    _load_queries(q + query * q_stride, q_head_stride, q_latent, q_rope, HEADS)
+
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+    total = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
+    sums = gl.zeros([LATENT, BLOCK_H], gl.float32, layout)
+    factor = scale * _LOG2_E
+    if AHEAD:
+        if count > 0:
+            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, 0, live)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            for index in range(count - 1):
+                place = _place(table, stride, begin + index + STAGES, index + STAGES < count, S)
+                rope_place = _place(table, stride, begin + index + ROPES, index + ROPES < count, S)
+                after = live - _ROWS
+                next_scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index + 1, after)
+                top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+                sums = _issue_values(weight, sums, latents, ropes, index)
+                scores, sums = warpgroup_mma_wait(0, deps=[next_scores, sums])
+                _copy_next(
+                    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
+                    place, rope_place, index, live, count, REST,
+                )  # fmt: skip
+                live = after
+            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+            sums = _issue_values(weight, sums, latents, ropes, count - 1)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+    else:
+        for index in range(count):
+            place = _place(table, stride, begin + index + STAGES, index + STAGES < count, S)
+            rope_place = _place(table, stride, begin + index + ROPES, index + ROPES < count, S)
+            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+            sums = _issue_values(weight, sums, latents, ropes, index)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            _copy_next(
+                latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
+                place, rope_place, index, live, count, REST,
+            )  # fmt: skip
+            live -= _ROWS
+
+    whole = gl.sum(total, axis=0)
+    divisor = gl.where(whole > 0, whole, 1.0)
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, layout))
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(1, layout))
+    to = out + query * out_stride + split * out_split_stride
+    to += head[None, :] * out_head_stride + column[:, None]
+    gl.store(to, (sums / divisor[None, :]).to(out.dtype.element_ty), (head < HEADS)[None, :])
+    if lse is not None:
+        sum_lse = (top + gl.log2(divisor)) * _LN_2
+        gl.store(lse + query * lse_stride + split * lse_split_stride + head, sum_lse, head < HEADS)
+
+
+def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
+    """Whether `launch` below can do it: Hopper, 16-bit types, few heads, pages of whole tiles, aligned rows."""
+    if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return False
+    if q.element_size() != 2 or not q.is_floating_point() or q.shape[1] > MOST_HEADS:
+        return False
+    whole = latent in (64, 128, 256, 512) and q.shape[2] - latent == ROPE and pages.shape[1] % TILE_ROWS == 0
+    aligned = pages.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in pages.stride()[:-1])
+    return whole and aligned and len(pages) > 0 and pages.stride(-1) == 1
+
+
+def choose_pipeline(heads: int) -> Pipeline:
+    """As many stages as fit beside the queries."""
+    return Pipeline(stages=3 if heads <= 16 else 2)
+
+
+def _descriptor(pages: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, rows, columns], layout)
+
+
+def launch(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+    latent: int,
+    scale: float,
+    part: torch.Tensor,
+    part_lse: torch.Tensor | None,
+    pipeline: Pipeline,
+) -> None:
+    """Attention to the parts of the contexts, in tiles of TILE_ROWS rows, as decode_kernel.decode launches it: part
+    [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says."""
+    queries, heads, _ = q.shape
+    block_h = 16 if heads <= 16 else MOST_HEADS
+    assert 1 <= pipeline.stages <= (3 if block_h == 16 else 2)
+    assert not pipeline.ahead or (pipeline.stages > 1 and not pipeline.rest)
+    decode_hopper_kernel[(queries, part.shape[1])](
+        q, q.stride(0), q.stride(1),
+        _descriptor(pages, TILE_ROWS, latent), _descriptor(pages, TILE_ROWS, ROPE), _descriptor(pages, REST_ROWS, 64),
+        pages, pages.stride(0), pages.stride(1),
+        tables, tables.stride(0),
+        slot, first, length, stride, part.shape[1], scale,
+        part, part.stride(0), part.stride(1), part.stride(2),
+        part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
+        HEADS=heads, LATENT=latent, S=pages.shape[1], BLOCK_H=block_h,
+        STAGES=pipeline.stages, ROPES=min(2, pipeline.stages),
+        AHEAD=pipeline.ahead, FETCH=pipeline.fetch, REST=pipeline.rest, EARLY=pipeline.early,
+        num_warps=4, **overlap(q),
+    )  # fmt: skip

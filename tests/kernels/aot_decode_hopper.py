@@ -1,0 +1,60 @@
+"""Hopper's own decode attention, as launched for glm-4.7-flash."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from splash_plugins.mla_attention.decode_hopper_kernel import (
+    REST_ROWS,
+    ROPE,
+    TILE_ROWS,
+    Pipeline,
+    choose_pipeline,
+    decode_hopper_kernel,
+)
+from tests.kernels.aot import Kernel, Target
+from tests.kernels.aot_prefill import GluonKernel
+
+LATENT = 512
+# Heads, dtype, rows a page, dtype of results (parts are float32), pipeline
+CASES = (
+    (10, "bf16", 64, "fp32", choose_pipeline(10)),
+    (16, "fp16", 128, "fp16", choose_pipeline(16)),
+    (20, "bf16", 64, "bf16", choose_pipeline(20)),
+    (32, "bf16", 64, "fp32", Pipeline(2, ahead=True, early=True)),
+    (10, "bf16", 64, "fp32", Pipeline(1, rest=True)),
+)
+STRIDES = (
+    "q_stride",
+    "q_head_stride",
+    "page_stride",
+    "row_stride",
+    "out_stride",
+    "out_split_stride",
+    "out_head_stride",
+)
+
+
+def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, pipeline: Pipeline) -> Kernel:
+    layout = repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+    types = {"q": f"*{dtype}", "pages": f"*{dtype}", "out": f"*{out}", "scale": "fp32"}
+    blocks = {"latent_rows": (TILE_ROWS, LATENT), "rope_rows": (TILE_ROWS, ROPE), "rest_rows": (REST_ROWS, 64)}
+    for name, (rows, columns) in blocks.items():
+        types[name] = f"tensordesc<{dtype}[1, {rows}, {columns}],{layout}>"
+    types |= dict.fromkeys(("tables", "slot", "first", "length"), "*i32")
+    constexprs = {
+        "HEADS": heads, "LATENT": LATENT, "S": page_tokens, "BLOCK_H": 16 if heads <= 16 else 32,
+        "STAGES": pipeline.stages, "ROPES": min(2, pipeline.stages), "AHEAD": pipeline.ahead,
+        "FETCH": pipeline.fetch, "REST": pipeline.rest, "EARLY": pipeline.early, "OVERLAP": True,
+    }  # fmt: skip
+    if out == "fp32":
+        types["lse"] = "*fp32"
+    else:
+        constexprs["lse"] = None
+    rest = [name for name in decode_hopper_kernel.arg_names if name not in types and name not in constexprs]
+    types |= {name: "i64" if name == "page_stride" else "i32" for name in rest}
+    return GluonKernel(decode_hopper_kernel, types, constexprs, {"num_warps": 4}, STRIDES)
+
+
+def kernels(target: Target) -> list[Kernel]:
+    return [decode_kernel(*case) for case in CASES] if target.name == "sm_90" else []
