@@ -21,26 +21,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from splash_plugins.mla_attention.decode_copies_kernel import (
+    REST_ROWS,
+    TILE_ROWS,
+    copy_first,
+    copy_next,
+    fetch,
+    find,
+    meet,
+)
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 # Whether decode attention takes this kernel where `supports` says that it can.
 BY_DEFAULT = False
-TILE_ROWS = 64
 ROPE = 64
 MOST_HEADS = 32
-REST_ROWS = 16  # a context's last tile is copied by so many rows
 _ROWS = gl.constexpr(TILE_ROWS)
 _ROPE = gl.constexpr(ROPE)
-_REST = gl.constexpr(REST_ROWS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
-_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
 
 
 @dataclass(frozen=True)
@@ -57,100 +61,6 @@ class Pipeline:
     """Copies of a context's last tile what rows it has, not the whole."""
     early: bool = False
     """Copies the first tiles before the kernel before this one ends: only where the one that writes rows has ended."""
-
-
-@gluon.jit
-def _place(table, stride, tile, exists, S: gl.constexpr):
-    """Page of a tile, and the tile's first row in it."""
-    row = tile * _ROWS
-    return gl.load(table + stride * (row // S), exists, other=0), row % S
-
-
-@gluon.jit
-def _copy(descriptor, rest_rows, buffers, barriers, index, place, live, column: gl.constexpr, REST: gl.constexpr):
-    """Asks for a block of columns of the tile that is `index`th in this program, of whose rows `live` are some."""
-    CHUNKS: gl.constexpr = buffers.shape[3] // 64
-    STAGES: gl.constexpr = buffers.shape[0]
-    GROUPS: gl.constexpr = _ROWS // _REST
-    stage = index % STAGES
-    barrier = barriers.index(stage)
-    if REST and live <= _ROWS - _REST:
-        # The widest swizzle takes 64 columns, and keeps 8 rows of them together: so a buffer is made of smaller ones.
-        pieces = buffers._reinterpret(buffers.dtype, [STAGES * CHUNKS * GROUPS, 1, _REST, 64], buffers.layout)
-        groups = gl.cdiv(live, _REST)
-        for n in gl.static_range(1, GROUPS):
-            if groups == n:
-                mbarrier.expect(barrier, n * CHUNKS * rest_rows.block_type.nbytes)
-        for n in range(groups):
-            for chunk in gl.static_range(CHUNKS):
-                target = pieces.index((stage * CHUNKS + chunk) * GROUPS + n)
-                at = [place[0], place[1] + n * _REST, column + chunk * 64]
-                tma.async_copy_global_to_shared(rest_rows, at, barrier, target)
-    else:
-        mbarrier.expect(barrier, descriptor.block_type.nbytes)
-        tma.async_copy_global_to_shared(descriptor, [place[0], place[1], column], barrier, buffers.index(stage))
-
-
-@gluon.jit
-def _copy_first(
-    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST: gl.constexpr
-):  # fmt: skip
-    """Asks for as many of this program's `count` tiles as there is room for; `places` are theirs, and `live` how many
-    rows are there from the first one on."""
-    LATENT: gl.constexpr = latents.shape[3]
-    STAGES: gl.constexpr = latents.shape[0]
-    for i in gl.static_range(STAGES):
-        if i < count:
-            rest = live - i * _ROWS
-            _copy(latent_rows, rest_rows, latents, latent_full, i, places[i], rest, 0, REST)
-            if i < ropes.shape[0]:
-                _copy(rope_rows, rest_rows, ropes, rope_full, i, places[i], rest, LATENT, REST)
-
-
-@gluon.jit
-def _copy_next(
-    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, place, rope_place, index, live, count,
-    REST: gl.constexpr,
-):  # fmt: skip
-    """Once all are done with the tile that is `index`th, `live` rows before the end: asks for what takes its place."""
-    LATENT: gl.constexpr = latents.shape[3]
-    STAGES: gl.constexpr = latents.shape[0]
-    ROPES: gl.constexpr = ropes.shape[0]
-    _meet()
-    if index + STAGES < count:
-        rest = live - STAGES * _ROWS
-        _copy(latent_rows, rest_rows, latents, latent_full, index + STAGES, place, rest, 0, REST)
-    if index + ROPES < count:
-        rest = live - ROPES * _ROWS
-        _copy(rope_rows, rest_rows, ropes, rope_full, index + ROPES, rope_place, rest, LATENT, REST)
-
-
-@gluon.jit
-def _fetch(
-    pages, page_stride, row_stride, table, stride, begin, count, rows,
-    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """Has the first TILES of `count` tiles fetched into the L2, each by one thread. That rows are written afterwards
-    does no harm: writes take place there."""
-    size: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
-    index = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    wanted = index < gl.minimum(TILES, count)
-    first = (begin + index) * _ROWS
-    page = gl.load(table + stride * (first // S), wanted, other=0).to(gl.int64)
-    num_bytes = gl.where(wanted, gl.minimum(rows - first, _ROWS) * (WIDTH * size), 0)
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred wanted;
-        setp.ne.b32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [pages + page * page_stride + (first % S) * row_stride, num_bytes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -209,7 +119,7 @@ def _issue_values(weight, sums, latents, ropes, index):
     weights = ropes.index(index % ropes.shape[0]).reshape([_ROWS, _ROPE]).slice(0, BLOCK_H)
     weights.store(weight.to(ropes.dtype).permute([1, 0]))
     fence_async_shared()
-    _meet()
+    meet()
     values = latents.index(index % latents.shape[0]).reshape([_ROWS, LATENT]).permute([1, 0])
     return warpgroup_mma(values, weights.permute([1, 0]), sums, is_async=True)
 
@@ -230,7 +140,75 @@ def _load_queries(q, head_stride, q_latent, q_rope, HEADS: gl.constexpr):
     q_latent.store(latent)
     q_rope.store(rope)
     fence_async_shared()
-    _meet()
+    meet()
+
+
+@gluon.jit
+def _walk(
+    q_latent, q_rope, latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, table, stride, begin,
+    count, live, factor, S: gl.constexpr, AHEAD: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """All of this program's tiles: (top [BLOCK_H], total [64, BLOCK_H], sums [LATENT, BLOCK_H])."""
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
+    LATENT: gl.constexpr = q_latent.shape[1]
+    STAGES: gl.constexpr = latents.shape[0]
+    ROPES: gl.constexpr = ropes.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+    total = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
+    sums = gl.zeros([LATENT, BLOCK_H], gl.float32, layout)
+    if AHEAD:
+        if count > 0:
+            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, 0, live)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            for index in range(count - 1):
+                place = find(table, stride, begin + index + STAGES, index + STAGES < count, S)
+                rope_place = find(table, stride, begin + index + ROPES, index + ROPES < count, S)
+                after = live - _ROWS
+                next_scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index + 1, after)
+                top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+                sums = _issue_values(weight, sums, latents, ropes, index)
+                scores, sums = warpgroup_mma_wait(0, deps=[next_scores, sums])
+                copy_next(
+                    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
+                    place, rope_place, index, live, count, REST,
+                )  # fmt: skip
+                live = after
+            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+            sums = _issue_values(weight, sums, latents, ropes, count - 1)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+    else:
+        for index in range(count):
+            place = find(table, stride, begin + index + STAGES, index + STAGES < count, S)
+            rope_place = find(table, stride, begin + index + ROPES, index + ROPES < count, S)
+            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+            sums = _issue_values(weight, sums, latents, ropes, index)
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            copy_next(
+                latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
+                place, rope_place, index, live, count, REST,
+            )  # fmt: skip
+            live -= _ROWS
+    return top, total, sums
+
+
+@gluon.jit
+def _finish(top, total, sums, out, head_stride, lse, HEADS: gl.constexpr):
+    """Normalises and writes."""
+    layout: gl.constexpr = sums.type.layout
+    LATENT: gl.constexpr = sums.shape[0]
+    BLOCK_H: gl.constexpr = sums.shape[1]
+    whole = gl.sum(total, axis=0)
+    divisor = gl.where(whole > 0, whole, 1.0)
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, layout))
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(1, layout))
+    to = out + head[None, :] * head_stride + column[:, None]
+    gl.store(to, (sums / divisor[None, :]).to(out.dtype.element_ty), (head < HEADS)[None, :])
+    if lse is not None:
+        sum_lse = (top + gl.log2(divisor)) * _LN_2
+        gl.store(lse + head, sum_lse, head < HEADS)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
@@ -258,7 +236,7 @@ def decode_hopper_kernel(
     live = rows - begin * _ROWS  # rows of the first tile and those after it
     places = ()
     for i in gl.static_range(STAGES):
-        place = _place(table, stride, begin + i, i < count, S)
+        place = find(table, stride, begin + i, i < count, S)
         places = places + (place,)  # type: ignore[assignment]
 
     dtype: gl.constexpr = q.dtype.element_ty
@@ -274,73 +252,31 @@ def decode_hopper_kernel(
     for stage in gl.static_range(ROPES):
         mbarrier.init(rope_full.index(stage), count=1)
     fence_async_shared()
-    _meet()
+    meet()
 
     if EARLY:
-        _copy_first(
+        copy_first(
             latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST
         )  # fmt: skip
     elif FETCH and OVERLAP:
-        _fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES)
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES)
     wait_for_inputs(OVERLAP)
     if (splits > 1) & (count <= 0):
         return
     if not EARLY:
-        _copy_first(
+        copy_first(
             latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST
         )  # fmt: skip
     _load_queries(q + query * q_stride, q_head_stride, q_latent, q_rope, HEADS)
 
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
-    top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    total = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
-    sums = gl.zeros([LATENT, BLOCK_H], gl.float32, layout)
-    factor = scale * _LOG2_E
-    if AHEAD:
-        if count > 0:
-            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, 0, live)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            for index in range(count - 1):
-                place = _place(table, stride, begin + index + STAGES, index + STAGES < count, S)
-                rope_place = _place(table, stride, begin + index + ROPES, index + ROPES < count, S)
-                after = live - _ROWS
-                next_scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index + 1, after)
-                top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
-                sums = _issue_values(weight, sums, latents, ropes, index)
-                scores, sums = warpgroup_mma_wait(0, deps=[next_scores, sums])
-                _copy_next(
-                    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
-                    place, rope_place, index, live, count, REST,
-                )  # fmt: skip
-                live = after
-            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
-            sums = _issue_values(weight, sums, latents, ropes, count - 1)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-    else:
-        for index in range(count):
-            place = _place(table, stride, begin + index + STAGES, index + STAGES < count, S)
-            rope_place = _place(table, stride, begin + index + ROPES, index + ROPES < count, S)
-            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
-            sums = _issue_values(weight, sums, latents, ropes, index)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            _copy_next(
-                latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
-                place, rope_place, index, live, count, REST,
-            )  # fmt: skip
-            live -= _ROWS
-
-    whole = gl.sum(total, axis=0)
-    divisor = gl.where(whole > 0, whole, 1.0)
-    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, layout))
-    column = gl.arange(0, LATENT, layout=gl.SliceLayout(1, layout))
-    to = out + query * out_stride + split * out_split_stride
-    to += head[None, :] * out_head_stride + column[:, None]
-    gl.store(to, (sums / divisor[None, :]).to(out.dtype.element_ty), (head < HEADS)[None, :])
+    top, total, sums = _walk(
+        q_latent, q_rope, latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
+        table, stride, begin, count, live, scale * _LOG2_E, S, AHEAD, REST,
+    )  # fmt: skip
+    out += query * out_stride + split * out_split_stride
     if lse is not None:
-        sum_lse = (top + gl.log2(divisor)) * _LN_2
-        gl.store(lse + query * lse_stride + split * lse_split_stride + head, sum_lse, head < HEADS)
+        lse += query * lse_stride + split * lse_split_stride
+    _finish(top, total, sums, out, out_head_stride, lse, HEADS)
 
 
 def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from splash_plugins.mla_attention import decode_hopper_kernel
+from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -245,8 +246,8 @@ def choose_config(
 
 def hopper_config(heads: int, pipeline: decode_hopper_kernel.Pipeline | None = None) -> DecodeConfig:
     pipeline = pipeline or decode_hopper_kernel.choose_pipeline(heads)
-    rows, stages = decode_hopper_kernel.TILE_ROWS, pipeline.stages
-    return DecodeConfig(decode_hopper_kernel.MOST_HEADS, rows, 4, stages, 2 if stages == 1 else 1, pipeline=pipeline)
+    programs = 2 if pipeline.stages == 1 else 1
+    return DecodeConfig(decode_hopper_kernel.MOST_HEADS, TILE_ROWS, 4, pipeline.stages, programs, pipeline=pipeline)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeConfig:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from splash_plugins.mla_attention.decode_hopper_kernel import (
-    REST_ROWS,
-    ROPE,
-    TILE_ROWS,
-    Pipeline,
-    choose_pipeline,
-    decode_hopper_kernel,
-)
+from splash_plugins.mla_attention.decode_copies_kernel import REST_ROWS, TILE_ROWS
+from splash_plugins.mla_attention.decode_hopper_kernel import ROPE, Pipeline, choose_pipeline, decode_hopper_kernel
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
