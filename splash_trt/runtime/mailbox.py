@@ -23,6 +23,10 @@ SLOT_BYTES = 1 << 20
 SLOTS_BYTES = 2 * kernel.MAX_RANKS * SLOT_BYTES
 SLOTS_AT = kernel.FLAG_BYTES + 2 * ALIGNMENT
 HALVES_AT = SLOTS_AT + SLOTS_BYTES
+_WANTED_BYTES = 16
+"""Of a wanted position among a few numbers for each: a score and an id (fast_sampler.py)."""
+_MOST_ADDED = 256
+"""Wanted positions of a padded step beyond its rows: one for each request that may end its prompt (shapes.py)."""
 
 
 def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -> int:
@@ -32,7 +36,8 @@ def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -
     wide = max(itemsize, 4)
     queries = absorbed * (heads + 1) * width * itemsize
     parts = absorbed * heads * (latent * itemsize + wide)
-    return _aligned(max(stacked * model.hidden_size * itemsize, queries, parts, stacked * 256) + 2 * ALIGNMENT)
+    wanted = (stacked + _MOST_ADDED) * _WANTED_BYTES
+    return _aligned(max(stacked * model.hidden_size * itemsize, queries, parts, wanted) + 2 * ALIGNMENT)
 
 
 def mailbox_bytes(half: int) -> int:
