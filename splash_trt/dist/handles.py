@@ -44,7 +44,7 @@ class Mappable(Protocol):
 
 def on_one_host(comm: MPI.Intracomm) -> bool:
     """Whether all ranks of comm can share memory. Collective."""
-    from mpi4py import MPI
+    from mpi4py import MPI  # makes a rank of the process that imports it
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     same = node.Get_size() == comm.Get_size()

@@ -92,7 +92,7 @@ class _Bytes:
 
 
 def _driver() -> ModuleType:
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # installed for GPUs only
 
     return driver
 

@@ -28,6 +28,7 @@ from splash_trt.plan import Plan
 from splash_trt.request import Request
 from splash_trt.weights.store import WeightStore
 from tests.device_ranks import device_ranks
+from tests.plans import empty_plan
 from tests.switching.harness import SETTINGS, TOUR, Server, Told, assert_same, memory_for
 from tests.switching.peer_memory import HostCarrier, meet, peer_mover
 
@@ -37,27 +38,6 @@ PAGE = 8
 def sized(folder: Path, ranks: int, dtype: str) -> tuple[ModelConfig, EngineConfig]:
     settings = {**SETTINGS, "num_ranks": ranks, "layout": Layout.TP, "dtype": dtype, "page_tokens": PAGE}
     return load_config(folder), EngineConfig(memory_bytes=memory_for(folder, 24, **settings), **settings)
-
-
-def empty_plan(num_ranks: int, **parts: Any) -> Plan:
-    ints = np.zeros(0, np.int32)
-    return Plan(
-        step=1,
-        epoch=0,
-        layout=Layout.TP,
-        slot=ints,
-        start=ints,
-        count=ints,
-        home=ints,
-        absorbed=np.zeros(0, np.bool_),
-        token=np.zeros(0, np.int64),
-        want_index=ints,
-        want_target=np.zeros(0, np.int64),
-        counts=np.zeros(num_ranks, np.int32),
-        bucket=0,
-        attempt=1,
-        **parts,
-    )
 
 
 def random_plan(model: ModelConfig, config: EngineConfig, seed: int) -> Plan:

@@ -6,7 +6,7 @@ import numpy as np
 
 from splash_trt.plan import NO_PAGE, SAMPLING_DTYPE
 from splash_trt.runtime.block_tables import BlockTables
-from tests.switching.test_peer_mover import empty_plan
+from tests.plans import empty_plan
 
 SLOTS, PAGES = 3, 4
 

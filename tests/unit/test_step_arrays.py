@@ -16,7 +16,7 @@ from splash_trt.runtime.block_tables import BlockTables
 from splash_trt.runtime.shapes import TILE, Shapes, ladder
 from splash_trt.runtime.step_arrays import ArrayBuilder, StepArrays
 from splash_trt.runtime.upload import Uploader
-from tests.switching.test_peer_mover import empty_plan
+from tests.plans import empty_plan
 
 PAGES = 20
 # max_batch_tokens, max_running, the largest decoding step that is padded.
