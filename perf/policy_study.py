@@ -25,7 +25,7 @@ from splash_trt.simulate.traces import Trace, joined
 
 CODE = ("scheduler", "simulate", "layout", "migration", "cache", "memory", "models", "config.py", "orchestrator.py")
 """Of splash_trt: what a simulated run's numbers come from."""
-POLICY = ("policy.py", "compare.py", "phases.py", "transition.py", "load.py")
+POLICY = ("policy.py", "compare.py", "estimator.py", "phases.py", "transition.py", "load.py")
 """Of its scheduler: what fixed layouts do without."""
 
 

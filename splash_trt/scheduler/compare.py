@@ -22,9 +22,10 @@ from splash_trt.migration.diff import Sizes
 from splash_trt.scheduler import transition
 from splash_trt.scheduler.admission import RESERVE_SHARE
 from splash_trt.scheduler.balance import rebalanced
+from splash_trt.scheduler.estimator import Estimator, Time
 from splash_trt.scheduler.forecast import Past
 from splash_trt.scheduler.load import Load
-from splash_trt.scheduler.phases import Estimator, Phase, Time, homes_under, phases_of
+from splash_trt.scheduler.phases import Phase, homes_under, phases_of
 
 HORIZON_S = 60.0
 """Work further ahead is not counted: by then another decision will have been made."""

@@ -119,9 +119,9 @@ class Arriving:
 
 
 class Arrivals:
-    """Requests that came in the last SECONDS, without the BURSTS fullest of these: what comes all at once says nothing
-    of what will follow. The longer nothing comes, by the usual gap, the less is expected to, of each size of prompts by
-    itself."""
+    """Requests that came in the last SECONDS, each size of prompts by itself. What comes all at once says nothing of
+    what will follow: the BURSTS fullest seconds count as no fuller than the next one, or as one request. The longer
+    nothing comes, by the usual gap, the less is expected to."""
 
     SECONDS = 30
     BURSTS = 2
@@ -138,29 +138,26 @@ class Arrivals:
             self._begin = second
         if not self._seconds or self._seconds[-1].second != second:
             self._seconds.append(_Second(second))
-        last = self._seconds[-1]
-        last.count += 1
-        last.tokens += prompt_tokens
-        size = prompt_tokens.bit_length()
-        last.tokens_of[size] += prompt_tokens
-        last.squares_of[size] += float(prompt_tokens) ** 2
+        self._seconds[-1].sums[:, prompt_tokens.bit_length()] += 1.0, prompt_tokens, float(prompt_tokens) ** 2
         self._forget(second)
 
     def rates(self, now: float) -> Arriving:
         """At `now`, on the clock of `add`."""
         self._forget(int(now))
-        kept = sorted(self._seconds, key=lambda s: (-s.count, s.tokens))[self.BURSTS :]
-        if not kept:
+        if not self._seconds:
             return Arriving(0.0, 0.0, (), 0.0)
         # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
-        span = max(min(now - (self._begin or 0), self.SECONDS) - self.BURSTS, self.SECONDS / 3)
-        of_size = np.array([s.tokens_of for s in kept])  # [seconds, SIZES]
-        came, second = of_size > 0, np.array([[s.second] for s in kept])
+        span = max(min(now - (self._begin or 0), self.SECONDS), self.SECONDS / 3)
+        sums = np.array([s.sums for s in self._seconds])  # [seconds, 3, SIZES]
+        count, second = sums[:, 0], np.array([[s.second] for s in self._seconds])
+        fullest = np.sort(count, axis=0)[-1 - self.BURSTS] if len(count) > self.BURSTS else 0.0
+        counted = np.minimum(count, np.maximum(fullest, 1.0)) / np.maximum(count, 1.0)
+        came = count > 0
         alive = self._alive(came.sum(0), np.where(came, second, second.min()).max(0), now, span)
-        tokens, squares = alive * of_size.sum(0), alive * sum(s.squares_of for s in kept)
-        going = self._alive(np.array([len(kept)]), second.max(0), now, span)
-        per_s = float(going[0]) * sum(s.count for s in kept) / span
-        return Arriving(per_s, float(tokens.sum()) / span, halves(tokens, squares), float(tokens.sum()))
+        number, tokens, squares = (alive * (sums * counted[:, None]).sum(0)).tolist()
+        return Arriving(
+            sum(number) / span, sum(tokens) / span, halves(np.array(tokens), np.array(squares)), sum(tokens)
+        )
 
     def _alive(self, seconds: np.ndarray, last: np.ndarray, now: float, span: float) -> np.ndarray:
         """[K] the chance that those who came in so many seconds [K], in the second `last` [K] for the last time, will
@@ -176,11 +173,8 @@ class Arrivals:
 @dataclass
 class _Second:
     second: int
-    count: int = 0
-    tokens: int = 0
-    tokens_of: np.ndarray = field(default_factory=lambda: np.zeros(SIZES))
-    squares_of: np.ndarray = field(default_factory=lambda: np.zeros(SIZES))
-    """[SIZES] sums over prompts of so many bits in their length."""
+    sums: np.ndarray = field(default_factory=lambda: np.zeros((3, SIZES)))
+    """Prompts, their tokens, and the squares of these, by how many bits a prompt's length has."""
 
 
 class Past:

@@ -17,9 +17,9 @@ from splash_trt.plan import Plan, StepResult
 from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.compare import Candidate, Comparer, Comparison, Objective
 from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.estimator import Estimator
 from splash_trt.scheduler.forecast import Past
 from splash_trt.scheduler.load import Load
-from splash_trt.scheduler.phases import Estimator
 
 LOOK_S = 0.1  # between two looks at the load
 QUIET_LOOK_S = 0.5  # while hardly anything changes
@@ -30,6 +30,7 @@ LOOKS = 3  # in a row that must agree on a smaller one
 DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch away from it takes
 MIN_DWELL_S = 0.5
 MAX_DOUBT = 16.0
+PAID = 2**0.5  # doubt falls by so much with each change that paid: half of them do where the load turns on purpose
 CALM_S = 120.0  # without a change: doubt halves
 RETURN_CHANCE = 0.5  # that the load will soon want the present layout again
 RETURN_LOSS = 0.2  # of the time that coming back takes: what is lost meanwhile
@@ -86,7 +87,7 @@ class Doubt:
             share = max(1 - best.costs[0] / max(here.costs[0], 1e-9), 0.0)
             lost = best.switch.cost_s + best.switch.seconds * share if back else 0.0
             paid = self._paid >= self._cost + lost
-            self.factor = max(self.factor / 2, 1.0) if paid else min(self.factor * 2, MAX_DOUBT)
+            self.factor = max(self.factor / PAID, 1.0) if paid else min(self.factor * 2, MAX_DOUBT)
         self._before, self._cost, self._paid, self._open = before, best.switch.cost_s, 0.0, True
         self._changed = now
 

@@ -60,7 +60,7 @@ def test_arrivals() -> None:
         arrivals.add(i / 4, 100)
     found = arrivals.rates(99.9)
     assert found.per_s == pytest.approx(4, rel=0.05) and found.tokens_s == pytest.approx(400, rel=0.05)
-    assert found.prompts == ((1.0, 100.0),) and found.most_tokens == pytest.approx(28 * 400, rel=0.05)
+    assert found.prompts == ((1.0, 100.0),) and found.most_tokens == pytest.approx(30 * 400, rel=0.05)
     assert arrivals.rates(500.0).per_s == 0
 
 
@@ -69,7 +69,9 @@ def test_silence_ends_what_used_to_come() -> None:
     for i in range(40):
         arrivals.add(i / 2, 30_000 if i % 4 == 0 else 300)
     before, after = arrivals.rates(20.0), arrivals.rates(29.0)
-    assert after.per_s < before.per_s / 50
+    assert after.per_s < before.per_s / 20
+    short = [found.tokens_s * found.prompts[0][0] for found in (before, after)]
+    assert short[1] < short[0] / 50, "by the gaps that they used to leave"
     for i in range(40, 60):
         arrivals.add(i / 2, 300)
     now = arrivals.rates(30.0)
@@ -78,11 +80,24 @@ def test_silence_ends_what_used_to_come() -> None:
     assert now.tokens_s > now.per_s * 200, "that the long ones ended says nothing of the short ones"
 
 
+def test_a_document_that_comes_with_a_crowd_counts_as_any_other() -> None:
+    alone, among = Arrivals(), Arrivals()
+    for arrivals, crowd in ((alone, 0), (among, 500)):
+        for now in range(0, 31, 3):
+            arrivals.add(float(now), 30_000)
+        for _ in range(crowd):
+            arrivals.add(30.0, 300)
+    found, expected = among.rates(31.0), alone.rates(31.0)
+    assert expected.tokens_s == pytest.approx(10_000, rel=0.1)
+    assert found.tokens_s == pytest.approx(expected.tokens_s, rel=0.01)
+    assert found.per_s < expected.per_s + 0.1, "and the crowd as one request"
+
+
 def test_a_burst_is_no_rate() -> None:
     arrivals = Arrivals()
     for i in range(1000):
         arrivals.add(100.99 + i / 10_000, 500)
-    assert arrivals.rates(102.0) == Arriving(0, 0, (), 0)
+    assert arrivals.rates(102.0).per_s == pytest.approx(2 / 10), "one in each of its seconds"
     for i in range(20):
         arrivals.add(103.0 + i, 30_000 if i % 10 == 0 else 300)
     found = arrivals.rates(123.0)

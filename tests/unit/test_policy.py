@@ -14,9 +14,10 @@ from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.compare import Comparer, Goal, Objective
 from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.devices import BUILT_IN
+from splash_trt.scheduler.estimator import Estimator, level
 from splash_trt.scheduler.forecast import Arriving, halves
 from splash_trt.scheduler.load import Load
-from splash_trt.scheduler.phases import Estimator, homes_under, level, phases_of
+from splash_trt.scheduler.phases import homes_under, phases_of
 from splash_trt.scheduler.policy import LOOK_S, LOOKS, MAX_DOUBT, QUIET_LOOK_S, CostPolicy, Decision
 from tests.oracles.published_configs import V32, parse
 
@@ -233,10 +234,11 @@ class TestPhases:
     def test_work_is_all_there(self) -> None:
         seen = load(running=3, prefill=np.array([100, 0, 0]), waiting_prompts=np.array([450, 450]))
         first, *rest = phases_of(seen, 0.02)
-        assert first.prefill_tokens == 1000 and first.tokens == 2 * 500
-        assert first.prompts == ((1.0, pytest.approx((100**2 + 2 * 450**2) / 1000)),), "alike but for a tenth"
-        assert first.owners == pytest.approx(1000 / (100 / N + 900 / 2))
-        assert len(rest) == 3 and all(later.prefill_tokens == 0 for later in rest)
+        (there,) = first.prompts
+        assert there.tokens == 1000 and first.tokens == 2 * 500
+        assert there.lengths == ((1.0, pytest.approx((100**2 + 2 * 450**2) / 1000)),), "alike but for a tenth"
+        assert there.owners == pytest.approx(1000 / (100 / N + 900 / 2))
+        assert len(rest) == 3 and not any(later.prompts for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
         assert alive == sorted(alive, reverse=True)
 
@@ -269,7 +271,7 @@ class TestPhases:
             seen = load(Layout.DP, running=8, arriving=Arriving(arriving_s / 15e3, arriving_s, ((1.0, 15e3),), 1e9))
             phase = phases_of(seen, 0.02)[1]
             found = Estimator(COST, CONFIG, ROOM).time(phase, Layout.DP, homes_under(Layout.DP, seen))
-            return phase.prefill_tokens / found.seconds
+            return phase.prompts[0].tokens / found.seconds
 
         assert tokens_s(40e3) > 3 * tokens_s(2e3)
 
@@ -282,8 +284,33 @@ class TestPhases:
     def test_arrivals_join(self) -> None:
         (phase, *_) = phases_of(load(running=3, arriving=Arriving(2.0, 900.0, ((1.0, 450.0),), 2000.0)), 0.02)
         assert phase.joining == pytest.approx(2.0 * 500 * 0.02)
-        assert phase.prefill_tokens == 2000 < 900 * 0.02 * 0.4 * 500, "no more than have come"
-        assert phase.prompts == ((1.0, 450.0),)
+        (coming,) = phase.prompts
+        assert coming.tokens == 2000 < 900 * 0.02 * 0.4 * 500, "no more than have come"
+        assert coming.lengths == ((1.0, 450.0),)
+
+    def test_while_a_queue_is_served_others_come(self) -> None:
+        """Documents beside a crowd that has just come, each computed by one owner of DP."""
+        crowd, documents = np.full(200, 300), Arriving(0.2, 4000.0, ((1.0, 20_000.0),), 1e6)
+
+        def seconds(layout: Layout, arriving: Arriving) -> float:
+            seen = load(layout, running=0, waiting_prompts=crowd, arriving=arriving)
+            (phase,) = phases_of(seen, 0.03)
+            assert [prompts.arriving_s for prompts in phase.prompts[1:]] == [4000.0] * (arriving is documents)
+            return Estimator(COST, CONFIG, ROOM).time(phase, layout, np.zeros(0, np.int64)).seconds
+
+        more = {layout: seconds(layout, documents) - seconds(layout, NOTHING) for layout in (Layout.TP, Layout.DP)}
+        assert more[Layout.DP] > 1.5 * more[Layout.TP] > 0
+
+    def test_what_comes_while_prompts_are_computed_waits_behind_them(self) -> None:
+        """More than can be computed: arrivals lengthen the queue, and are shared by owners as it is."""
+        queue = np.full(64, 15_000)
+        arriving = Arriving(10.0, 150e3, ((1.0, 15e3),), 960e3)
+        waiting = load(Layout.DP, running=0, waiting_prompts=queue, waiting_left=30.0)
+        (phase,) = phases_of(dataclasses.replace(waiting, arriving=arriving), 0.3)
+        (alone,) = phases_of(waiting, 0.3)
+        assert phase.prompts[1].tokens == 960e3 == phase.prompts[0].tokens
+        times = [Estimator(COST, CONFIG, ROOM).time(some, Layout.DP, np.zeros(0, np.int64)) for some in (phase, alone)]
+        assert times[0].steps == pytest.approx(2 * times[1].steps, rel=0.3)
 
     def test_dealt_out_largest_first(self) -> None:
         seen = load(running=16, held=np.arange(16) * 100)

@@ -1,0 +1,252 @@
+"""How long a phase of the work ahead (phases.py) would take under a layout. R running requests, N ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
+from splash_trt.scheduler.batch import Batch
+from splash_trt.scheduler.cost_model import CostModel
+from splash_trt.scheduler.forecast import Halves
+from splash_trt.scheduler.phases import Phase, Prompts
+
+FULL = 0.97  # of the cache: beyond it requests get in each other's way
+RARE = 0.01  # share of steps below which the 99th percentile does not see them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """What a phase takes under one layout."""
+
+    seconds: float
+    steps: float
+    p99_step_s: float
+    """The step that only one in a hundred exceeds: what a running request waits for its next token."""
+    concurrency: float
+    """Requests that run at once."""
+    held: float
+    """Cache rows of theirs."""
+
+
+def computes_alone(layout: Layout) -> bool:
+    """Whether a prompt is computed by its owner alone, so that several are computed side by side."""
+    spec = SPECS[layout]
+    return spec.placement is PlacementKind.OWNED and spec.tokens is Tokens.SPREAD
+
+
+class Estimator:
+    """Times phases. room: distinct tokens that each layout holds."""
+
+    def __init__(self, cost: CostModel, config: EngineConfig, room: dict[Layout, int]) -> None:
+        self.cost = cost
+        self._config = config
+        self._room = room
+
+    def moved_s(self, num_bytes: float) -> float:
+        """By how much copies of num_bytes, in and out at the busiest rank, lengthen the steps beside them."""
+        return self.cost.copies_s(num_bytes, self._config.layout)
+
+    def time(self, phase: Phase, layout: Layout, homes: np.ndarray) -> Time:
+        """What `phase` takes with the running requests at homes [R]."""
+        alive, running = phase.alive, float(phase.alive.sum())
+        demand = float((alive * phase.context).sum())
+        room = FULL * self._room[layout]
+        joining, places = 0.0, math.inf  # places: so many more have room now
+        prompts = phase.prompts
+        if demand > room:  # some have to give their cache up, and are computed again later
+            again = Prompts(tokens=demand - room, lengths=((1.0, max(demand / running, 1.0)),))
+            prompts = (*prompts, again)
+            alive = alive * (room / demand)
+            running = float(alive.sum())
+        elif phase.joining:
+            places = min((room - demand) / max(phase.joining_context, 1.0), self._config.max_running - running)
+            places = max(places, 0.0 if running else 1.0)
+            joining = min(phase.joining, places)
+        concurrency = running + joining
+        decode_s = self.cost.step_s(self._batch(phase, layout, homes, alive, joining)) if concurrency else 0.0
+        steps = phase.tokens / concurrency if concurrency else 0.0
+        beside = _Beside(phase, layout, homes, alive, concurrency, places, decode_s)
+        found: list[_Computed] = []
+        for some in prompts:
+            if some.arriving_s and found:  # some come while the others are being computed, and wait behind them
+                joined = some.joining(found[0].seconds, prompts[0].tokens)
+                all_there = replace(prompts[0], tokens=prompts[0].tokens + joined)
+                found = [self._computed(all_there, phase.joining + joined / some.length, beside)]
+                some = replace(some, tokens=some.tokens - joined)
+            found.append(self._computed(some, phase.joining, beside))
+        mixed = sum(part.steps for part in found)
+        total = max(steps, mixed, 1e-9)
+        seconds = sum(part.seconds for part in found) + max(steps - mixed, 0.0) * decode_s
+        return Time(
+            seconds=seconds * phase.presence,
+            steps=total * phase.presence,
+            p99_step_s=max(part.longest_s for part in found) if mixed / total > RARE else decode_s,
+            concurrency=concurrency,
+            held=min(demand, room) + joining * phase.joining_context,
+        )
+
+    def _computed(self, prompts: Prompts, waiting: float, beside: _Beside) -> _Computed:
+        """waiting: so many requests have these prompts and wait for room."""
+        most = max(self._config.max_batch_tokens - beside.concurrency, 1.0)
+        at_once = min(beside.places / waiting, 1.0) if waiting else 1.0
+        seconds = steps = longest_s = 0.0
+        for part in _parts(prompts, beside, at_once, most):
+            part, mean_s, part_s = self._mixed(beside, part, most)
+            steps += part.tokens / part.chunk
+            seconds += part.tokens / part.chunk * mean_s
+            longest_s = max(longest_s, part_s)
+        return _Computed(seconds, steps, longest_s)
+
+    def _mixed(self, beside: _Beside, part: _Part, most: float) -> tuple[_Part, float, float]:
+        """(`part` with what a step has of it in the end, the mean time of these steps, the longest class's). What comes
+        while such a step lasts is what the next one has; beyond `most`, prompts queue at more and more owners."""
+        phase, layout, homes, alive = beside.phase, beside.layout, beside.homes, beside.alive
+        alone, ranks = computes_alone(layout), self._config.num_ranks
+        while True:
+            # Long and short prompts have steps of their own, unless owners compute them side by side.
+            mixed = alone and part.owners > 1
+            classes = ((1.0, sum(share * p for share, p in part.lengths)),) if mixed else part.lengths
+            # Those that wait for their prompts to be computed do not decode yet.
+            times = [self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, part, p)) for _, p in classes]
+            mean_s = sum(share * s for (share, _), s in zip(classes, times, strict=True))
+            full, comes = part.chunk >= most, part.per_s * mean_s
+            if comes <= 1.2 * part.chunk or full and not (alone and part.owners < ranks):
+                return part, mean_s, max(times)
+            part = part.growing(comes, 2 * part.owners if full else 0.0, most)
+
+    def _batch(
+        self,
+        phase: Phase,
+        layout: Layout,
+        homes: np.ndarray,
+        alive: np.ndarray,
+        joining: float,
+        part: _Part | None = None,
+        prompt: float = 1.0,
+    ) -> Batch:
+        """A step of the phase: one token of each that decodes, and what `part` has of prompts of one length."""
+        n = self._config.num_ranks
+        tokens: np.ndarray = np.bincount(homes, alive, n)
+        context: np.ndarray = np.bincount(homes, alive * phase.context, n)
+        replicated = SPECS[layout].placement is PlacementKind.REPLICATED
+        if joining:
+            more = np.zeros(n)
+            if replicated:
+                more[0] = joining
+            else:
+                more = level(tokens, joining)
+            tokens, context = tokens + more, context + more * phase.joining_context
+        prefill, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
+        if part is not None:
+            chunk, alone = part.chunk, computes_alone(layout)
+            ranks = 1 if replicated else min(max(round(part.owners if alone else chunk / prompt), 1), n)
+            share = chunk / ranks
+            run = share if alone else chunk  # tokens that are taken from prompts one after the other
+            prefill[:ranks] = share
+            before = np.full(ranks, prompt / 2)  # of the prompt, on average
+            if alone and ranks > 1:  # all wait for the one that is farthest in its prompt
+                before[0] = max(part.farthest, prompt / 2)
+            pairs[:ranks] = share * before
+            # Each chunk reaches all that comes before it: prompts side by side are cut into more of them.
+            reached[:ranks] = share / min(run, prompt) * (before + min(run, prompt) / 2)
+        return Batch(
+            layout=layout,
+            decode_tokens=tokens,
+            decode_context=context,
+            prefill_tokens=prefill,
+            prefill_pairs=pairs,
+            prefill_context=reached,
+            sampled=int(np.ceil(tokens.sum())) + (part is not None),
+            decode_longest=int(phase.context.max(initial=0.0)) if len(homes) else 0,
+        )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What prompts of a phase are computed beside, under a layout."""
+
+    phase: Phase
+    layout: Layout
+    homes: np.ndarray
+    """[R]"""
+    alive: np.ndarray
+    """[R]: those of phase.alive for whose cache there is room."""
+    concurrency: float
+    """Requests that run at once."""
+    places: float
+    """So many more than `alive` have room now."""
+    decode_s: float
+    """A step without prompts."""
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What prompts take, decodes beside them included."""
+
+    seconds: float
+    steps: float
+    longest_s: float
+    """The longest of these steps."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of prompts that are computed in the same way."""
+
+    tokens: float
+    """All of them."""
+    chunk: float
+    """What a step computes of them, if it does at all."""
+    owners: float
+    """So many share it, where each computes prompts of its own."""
+    prompt: float
+    """What a prompt has of them, on average, but at most what a step takes."""
+    lengths: Halves
+    farthest: float = 0.0
+    per_s: float = 0.0
+    """So many come in a second; 0: all are there."""
+
+    def growing(self, comes: float, owners: float, most: float) -> _Part:
+        """With what a step has that has any, where so many tokens come during one, by chance; owners: at least."""
+        number = max(comes, 1.0) / self.prompt
+        number = max(number / -math.expm1(-number), owners)
+        return replace(self, chunk=min(number * self.prompt, most), owners=number)
+
+
+def _parts(prompts: Prompts, beside: _Beside, at_once: float, most: float) -> list[_Part]:
+    """How `prompts` are computed. at_once: the share of those that are there for which there is room now."""
+    if not prompts.tokens:
+        return []
+    prompt = min(prompts.length, most)
+    one_by_one = _Part(prompts.tokens, prompt, 1.0, prompt, prompts.lengths, per_s=prompts.arriving_s)
+    if at_once == 1.0 and prompts.arriving_s:  # a step computes what came during the one before
+        return [one_by_one.growing(prompts.arriving_s * beside.decode_s, 1.0, most)]
+    there = 0.0 if prompts.arriving_s else prompts.tokens * at_once
+    found = []
+    if there:
+        chunk = min(max(prompts.tokens, 1.0), most)
+        found.append(_Part(there, chunk, prompts.owners, prompt, prompts.lengths, farthest=prompts.farthest))
+    if at_once < 1.0:  # others have to wait until those that run end
+        comes = prompts.length * beside.concurrency / beside.phase.answer
+        found.append(replace(one_by_one, tokens=prompts.tokens - there, per_s=0.0).growing(comes, 1.0, most))
+    return found
+
+
+def level(counts: np.ndarray, more: float) -> np.ndarray:
+    """[N] how `more` requests are dealt to ranks with `counts` [N] so that the largest count is as small as can be;
+    whole ones first, since half a request keeps a rank as busy as one."""
+    order = np.argsort(counts, kind="stable")
+    ranked = counts[order]
+    sums = np.arange(1, len(counts) + 1) * ranked - np.cumsum(ranked)  # to lift those below up to each one
+    full = int(np.searchsorted(sums, more, side="right"))  # ranks that get some
+    height = (more + ranked[:full].sum()) / full
+    out = np.zeros_like(counts)
+    out[order[:full]] = height - ranked[:full]
+    if more < full:  # fewer requests than ranks
+        out[:] = 0
+        out[order[: max(int(more), 1)]] = more / max(int(more), 1)
+    return out
