@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,28 @@ def test_new_tables_and_moved_pages_in_one_plan(ranks: Ranks, folder: Path) -> N
     for name, tokens in found["told"].items():
         whole = expected[name].tokens
         assert tokens == (whole if name in found["ended"] else whole[: len(tokens)]), name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_requests_that_went_wrong_spare_the_others(ranks: Ranks, tmp_path: Path, bad: float) -> None:
+    """With head dims for Hopper's own kernels, in bfloat16: to the bit, what the same steps tell without them."""
+    dims = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"), 64)
+    folder, bad_id, layouts = write_model(tmp_path, **dims), 77, ["tp", "dp", "cp", "dop"]
+    good = [request for request in make_requests(16, max_tokens=8) if bad_id not in request.prompt]
+    both = []
+    for i, request in enumerate(good):
+        prompt = tuple(bad_id if k % 3 == 0 else k for k in range(7 * i + 1))
+        both += [Request(id=f"bad{i}", prompt=prompt, sampling=request.sampling), request]
+    built = [msgspec.to_builtins(request) for request in both]
+    config = {"dtype": "bfloat16", "max_batch_tokens": 256, "context_block_tokens": 512}
+    clean, found = (
+        ranks.run(cases.beside_bad_ones, str(folder), built, config, bad_id, value, layouts, timeout_s=120)[0]
+        for value in (0.5, bad)
+    )
+    for layout in layouts:
+        assert all(math.isnan(logprob) for logprob in found[layout]["bad3"][1]), "nothing went wrong"
+        for request in good:
+            assert found[layout][request.id] == clean[layout][request.id], (layout, request.id)
 
 
 def test_the_demo_model_says_under_random_switches_what_a_cpu_says(ranks: Ranks) -> None:

@@ -24,7 +24,8 @@ from splash_trt.plan import Plan, StepResult
 from splash_trt.request import FinishReason, Request, SamplingParams, TokenDelta
 from splash_trt.weights.checkpoint import Checkpoint
 from splash_trt.weights.dummy import DummyWeights
-from splash_trt.worker import start_worker
+from splash_trt.weights.spec import partition
+from splash_trt.worker import Worker, start_worker
 from tests.switching.accounting import Rows, row_bytes, weight_bytes
 from tests.switching.harness import MODEL, SEED, SETTINGS, TOUR, Told, memory_for, scatter
 from tests.switching.test_bytes import difference, minimum
@@ -101,6 +102,26 @@ def in_layouts(
 ) -> Found:
     """The requests are served under each of the layouts, one after another; see `told_in`."""
     return serve(world, Path(folder), config, pages, lambda served: told_in(served, requests, layouts))
+
+
+def beside_bad_ones(
+    world: World,
+    folder: str,
+    requests: list[dict[str, Any]],
+    config: Found,
+    bad_id: int,
+    bad: float,
+    layouts: list[str],
+) -> Found:
+    """`in_layouts` of a model in which the hidden state of bad_id begins as `bad`."""
+
+    def spoil(worker: Worker) -> None:
+        table = worker.runner.weights.own["embed"]
+        first, end = partition(MODEL["vocab_size"], world.size)[world.rank]
+        if first <= bad_id < end:
+            table[bad_id - first] = bad
+
+    return serve(world, Path(folder), config, 120, lambda served: told_in(served, requests, layouts), prepare=spoil)
 
 
 def told_in(served: Served, requests: list[dict[str, Any]], layouts: list[str]) -> Found:
@@ -218,11 +239,17 @@ def switch_often(world: World, folder: str, switches: int) -> Found:
 
 
 def serve(
-    world: World, folder: Path, config: Found, pages: int, drive: Drive, look: Callable[[Plan], None] | None = None
+    world: World,
+    folder: Path,
+    config: Found,
+    pages: int,
+    drive: Drive,
+    look: Callable[[Plan], None] | None = None,
+    prepare: Callable[[Worker], None] | None = None,
 ) -> Found:
     """drive(Served) on rank 0 while the others follow. Its result there, with `sent` by kind on all ranks.
 
-    look: called on every rank with each plan, before it is launched.
+    look: called on every rank with each plan, before it is launched. prepare: called on every rank before the first.
     """
     # These make a rank of the process that imports them.
     from mpi4py import MPI
@@ -239,6 +266,8 @@ def serve(
     engine = EngineConfig(memory_bytes=memory_for(folder, pages, **sizes), **sizes)
     source = Checkpoint(folder, model) if (folder / "model.safetensors").exists() else DummyWeights(model, SEED)
     worker = start_worker(gpus, model, engine, source)
+    if prepare is not None:
+        prepare(worker)
     launch = worker.runner.launch
 
     def looked(plan: Plan) -> Callable[[], StepResult]:
