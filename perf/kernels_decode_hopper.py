@@ -49,7 +49,7 @@ def check_lengths(
     dtype: torch.dtype, heads: int, pipeline: Pipeline, wanted: bool, stride: int = 1, page_tokens: int = 64
 ) -> None:
     """Against the reference, by several cuts of the contexts."""
-    config = hopper_config(heads, pipeline)
+    config = hopper_config(pipeline)
     case = attention(LENGTHS, heads, dtype, 2, 2, stride, page_tokens)
     want = attention_wanted(case)
     checks = Checks()
@@ -62,7 +62,7 @@ def check_lengths(
 def check_many(pipeline: Pipeline) -> None:
     """More programs than run at once, over and over: bit for bit the same, and right."""
     case = attention(torch.randint(0, 1500, (300,)).tolist(), 10, torch.bfloat16, 2, 1)
-    want, config, checks = attention_wanted(case), hopper_config(10, pipeline), Checks()
+    want, config, checks = attention_wanted(case), hopper_config(pipeline), Checks()
     for splits in (1, 3):
         outs = []
         for _ in range(5):
@@ -81,7 +81,7 @@ def check_values(pipeline: Pipeline) -> None:
     checks = Checks()
     for fuse, splits in ((False, 1), (False, 8), (True, 8)):
         out.fill_(torch.nan)
-        options: dict[str, Any] = {"config": hopper_config(10, pipeline), "num_splits": splits, "fuse": fuse}
+        options: dict[str, Any] = {"config": hopper_config(pipeline), "num_splits": splits, "fuse": fuse}
         decode_values(case.q, *index, [w_uv], out, **options)
         checks.see(f"decode_values {fuse} {splits}", torch.bfloat16, ((out, want),))
     assert not checks.failed
@@ -108,7 +108,7 @@ def warm_shape(queries: int, context: int) -> None:
     layers = Layers(queries, context, 1)
     layers.attend(0)
     for splits, fuse in cuts(queries, context, 1) | cuts(queries, context, 2):
-        layers.attend(0, config=hopper_config(10, VARIANTS["3"]), num_splits=splits, fuse=fuse)
+        layers.attend(0, config=hopper_config(VARIANTS["3"]), num_splits=splits, fuse=fuse)
     time_merging(layers, 1)
 
 
@@ -159,7 +159,7 @@ def cuts(queries: int, context: int, programs_per_sm: int) -> set[tuple[int, boo
 
 def configs() -> Iterator[tuple[str, DecodeConfig]]:
     for name, pipeline in VARIANTS.items():
-        yield name, hopper_config(10, pipeline)
+        yield name, hopper_config(pipeline)
 
 
 def time_shape(queries: int, context: int) -> None:
@@ -179,7 +179,7 @@ def time_shape(queries: int, context: int) -> None:
     print("    " + "; ".join(f"{name} {us:.1f}" for us, name in found[3:]))
     if queries <= FEW:
         time_merging(layers, layers.num)
-    config = hopper_config(10, VARIANTS["3"])
+    config = hopper_config(VARIANTS["3"])
     splits = max(2, min(-(-context // 64), SMS // queries))
     alone = time_few(lambda n: parts_of(layers, n, config, splits), layers.num)
     values = layers.per_layer(layers.value_up)
@@ -194,7 +194,7 @@ def parts_of(layers: Layers, n: int, config: DecodeConfig, splits: int) -> tuple
 
 def time_merging(layers: Layers, num: int) -> None:
     """By how many columns of values and parts a program takes that merges as well."""
-    case, config = layers.case, hopper_config(10, VARIANTS["3"])
+    case, config = layers.case, hopper_config(VARIANTS["3"])
     context = int(case.length[0])
     splits = max(2, min(-(-context // 64), SMS // len(case.q)))
     times = []

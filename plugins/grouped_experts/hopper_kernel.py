@@ -58,7 +58,6 @@ class Form:
         return (216, 72) if self.gather else (240, 24)
 
 
-ENABLED = False  # until it has been right on a device
 MIN_ROWS = 128
 """Pairs per expert here (T * k / E_r, as in tiles.py) from which it is the faster one."""
 GATE_UP = Form(gather=True)
@@ -287,7 +286,7 @@ def supports(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool
 
 def is_chosen(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, num_pairs: int) -> bool:
     """Whether `products` does it, and faster than the portable kernels."""
-    return ENABLED and num_pairs >= MIN_ROWS * len(down) and supports(x, gate_up, down)
+    return num_pairs >= MIN_ROWS * len(down) and supports(x, gate_up, down)
 
 
 def _descriptor(matrix: torch.Tensor, num_rows: int) -> TensorDescriptor:

@@ -37,8 +37,8 @@ from splash_plugins.mla_attention.decode_copies_kernel import (
 )
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
-# Whether decode attention takes this kernel where `supports` says that it can.
-BY_DEFAULT = False
+# From so many queries on, a multiprocessor has several programs to choose from.
+MANY_QUERIES = 192
 ROPE = 64
 MOST_HEADS = 32
 _ROWS = gl.constexpr(TILE_ROWS)
@@ -290,9 +290,9 @@ def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
     return whole and aligned and len(pages) > 0 and pages.stride(-1) == 1
 
 
-def choose_pipeline(heads: int) -> Pipeline:
-    """As many stages as fit beside the queries."""
-    return Pipeline(stages=3 if heads <= 16 else 2)
+def choose_pipeline(queries: int) -> Pipeline:
+    """As measured on an H200 (perf/kernels_decode_hopper.py): a third stage gains nothing."""
+    return Pipeline(stages=1 if queries >= MANY_QUERIES else 2)
 
 
 def _descriptor(pages: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

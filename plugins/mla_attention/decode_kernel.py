@@ -26,8 +26,9 @@ from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Parts of a context that the merge reads at a time.
+# Parts of a context that the merge reads at a time, at most, and numbers of them all.
 MERGE_BLOCK = 16
+MERGE_NUMBERS = 2048
 # From so many queries on, several programs have to share a multiprocessor.
 MANY_QUERIES = 32
 # Rows that a program asks the L2 for while the kernel before it ends.
@@ -244,8 +245,7 @@ def choose_config(
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
-def hopper_config(heads: int, pipeline: decode_hopper_kernel.Pipeline | None = None) -> DecodeConfig:
-    pipeline = pipeline or decode_hopper_kernel.choose_pipeline(heads)
+def hopper_config(pipeline: decode_hopper_kernel.Pipeline) -> DecodeConfig:
     programs = 2 if pipeline.stages == 1 else 1
     return DecodeConfig(decode_hopper_kernel.MOST_HEADS, TILE_ROWS, 4, pipeline.stages, programs, pipeline=pipeline)
 
@@ -254,17 +254,17 @@ def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeCo
     heads, item = q.shape[1], q.element_size()
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
-    if decode_hopper_kernel.BY_DEFAULT and decode_hopper_kernel.supports(q, pages, latent):
-        return hopper_config(heads)
+    if decode_hopper_kernel.supports(q, pages, latent):
+        return hopper_config(decode_hopper_kernel.choose_pipeline(len(q)))
     properties = torch.cuda.get_device_properties(q.device)
     shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
     return choose_config(heads, item, shared, torch.version.hip is None and properties.major == 9, len(q))
 
 
 def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:
-    """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once;
-    no more than there are multiprocessors, since all have to be merged."""
-    return max(1, min(most_tiles, num_sms, config.programs_per_sm * num_sms // programs))
+    """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once; no
+    more than half as many as there are multiprocessors, since all have to be merged."""
+    return max(1, min(most_tiles, num_sms // 2, config.programs_per_sm * num_sms // programs))
 
 
 def decode(
@@ -370,12 +370,13 @@ def _merge(
     config: DecodeConfig,
 ) -> None:
     queries, num_splits, heads, latent = part.shape
-    block = min(128, triton.next_power_of_2(latent))
+    at_once = min(MERGE_BLOCK, triton.next_power_of_2(num_splits))
+    block = min(512, MERGE_NUMBERS // at_once, triton.next_power_of_2(latent))
     merge_kernel[(queries, heads, triton.cdiv(latent, block))](
         part, part_lse, length, num_splits,
         out, out.stride(0), out.stride(1),
         lse, lse.stride(0) if lse is not None else 0,
         HEADS=heads, LATENT=latent, BLOCK_N=config.block_n,
-        BLOCK_S=MERGE_BLOCK, BLOCK_L=block,
+        BLOCK_S=at_once, BLOCK_L=block,
         num_warps=4, **overlap(out),
     )  # fmt: skip

@@ -23,9 +23,10 @@ from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 MOST_QUERIES = 32
 BLOCK_V = 32
 # Parts of more queries are merged in a launch of their own, with more programs.
-MOST_FUSED = 2
-# Parts, of all its queries, that a merging program reads at a time.
-PARTS = 16
+MOST_FUSED = 16
+# Of a program that merges: columns, and parts, of all its queries, that it reads at a time.
+MERGE_BLOCK_V = 128
+PARTS = 32
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def merge_up(
     first_head: int,
     out: torch.Tensor,
     *,
-    block_v: int = BLOCK_V,
+    block_v: int = MERGE_BLOCK_V,
     parts: int = PARTS,
 ) -> None:
     """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, in tiles of

@@ -72,7 +72,7 @@ class Forward:
         if self._logits is None or not host.padded:
             return self._run(self._upload(host, fixed=False), plain, None)
         if shape not in self._graphs and shape not in self._met:
-            # What never comes again is not worth a graph.
+            # What does not come again is not worth a graph.
             self._met.add(shape)
             return self._run(self._upload(host, fixed=False), plain, None)
         step = self._upload(host, fixed=True)
@@ -85,10 +85,8 @@ class Forward:
         """Captures the likely shapes before a request waits for them."""
         for layout in self._programs if self._logits is not None else ():
             for shape in self._shapes.before(layout):
-                # Of nothing but padding, so that it leaves no trace.
-                step = self._upload(self._builder.padding(shape), fixed=True)
-                self._run(step, True, None)
-                self._captured(step)
+                # Of nothing but padding: it is captured, and not run.
+                self._captured(self._upload(self._builder.padding(shape), fixed=True))
 
     def close(self) -> None:
         """Drops the graphs: NCCL waits for those that hold its work."""
@@ -105,7 +103,8 @@ class Forward:
 
     def _captured(self, step: DeviceStep) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Relaxed: a kernel's first launch loads it, which a stricter capture does not allow.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
             out = self._run(step, True, self._logits)
         self._pool = self._pool or graph.pool()
         captured = self._graphs[step.shape] = _Captured(graph, out)

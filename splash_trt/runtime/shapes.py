@@ -95,10 +95,9 @@ class Shapes:
             self._mixed(layout, rows, min(ranks * rows, self._most), absorbed, context)
             for rows in self._rows
             if rows < 2 * full
-            for absorbed in self._absorbed
+            for absorbed in self._absorbed_sizes(rows)
             for context in ((0, rows + 1) if rows >= full else (0,))
         ]
-        # Not a set: ranks meet while they run them, so all have them in one order.
         found = dict.fromkeys(shape for shape in decoding + mixed if shape is not None)
         return sorted(found, key=lambda shape: -shape.stacked)
 
@@ -114,13 +113,20 @@ class Shapes:
         absorbed = plan.absorbed[plan.row_of_token]
         spread = self._spread(plan.layout)
         here = int(np.bincount(ranks[absorbed], minlength=1).max()) if spread else int(absorbed.sum())
-        rows, some = fit(most, self._rows), fit(here, self._absorbed)
+        rows = fit(most, self._rows)
+        if rows is None:
+            return None
+        some = fit(here, self._absorbed_sizes(rows))
         context, requests = self._expanded(plan)
-        if rows is None or some is None:
+        if some is None:
             return None
         shape = self._mixed(plan.layout, rows, plan.num_tokens, some, context)
         fits = shape is not None and requests <= shape.segments and len(plan.want_index) <= shape.wanted
         return shape if fits else None
+
+    def _absorbed_sizes(self, rows: int) -> list[int]:
+        """Of steps of so many rows that also prefill: many rows take so long that one size will do."""
+        return self._absorbed if rows <= _SMALL_ROWS else self._absorbed[-1:]
 
     def _decoding(self, layout: Layout, size: int) -> Shape:
         """Of steps that only decode, with at most `size` hidden states a rank."""
