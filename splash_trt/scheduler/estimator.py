@@ -67,9 +67,15 @@ class Estimator:
             places = max(places, 0.0 if running else 1.0)
             joining = min(phase.joining, places)
         concurrency = running + joining
-        decode_s = self.cost.step_s(self._batch(phase, layout, homes, alive, joining)) if concurrency else 0.0
+        tokens, context = (np.bincount(homes, x, self._config.num_ranks) for x in (alive, alive * phase.context))
+        longest = int(phase.context.max(initial=0.0)) if len(homes) else 0
+        decode_s = 0.0
+        if concurrency:
+            more = self._dealt(layout, tokens, joining)
+            together = tokens + more, context + more * phase.joining_context
+            decode_s = self.cost.step_s(self._batch(layout, *together, longest))
         steps = phase.tokens / concurrency if concurrency else 0.0
-        beside = _Beside(phase, layout, homes, alive, concurrency, places, decode_s)
+        beside = _Beside(layout, tokens, context, longest, concurrency, phase.answer, places, decode_s)
         found: list[_Computed] = []
         for some in prompts:
             if some.arriving_s and found:  # some come while the others are being computed, and wait behind them
@@ -104,42 +110,40 @@ class Estimator:
     def _mixed(self, beside: _Beside, part: _Part, most: float) -> tuple[_Part, float, float]:
         """(`part` with what a step has of it in the end, the mean time of these steps, the longest class's). What comes
         while such a step lasts is what the next one has; beyond `most`, prompts queue at more and more owners."""
-        phase, layout, homes, alive = beside.phase, beside.layout, beside.homes, beside.alive
-        alone, ranks = computes_alone(layout), self._config.num_ranks
+        alone, ranks = computes_alone(beside.layout), self._config.num_ranks
+        running = beside.layout, beside.tokens, beside.context, beside.longest
         while True:
             # Long and short prompts have steps of their own, unless owners compute them side by side.
             mixed = alone and part.owners > 1
             classes = ((1.0, sum(share * p for share, p in part.lengths)),) if mixed else part.lengths
             # Those that wait for their prompts to be computed do not decode yet.
-            times = [self.cost.step_s(self._batch(phase, layout, homes, alive, 0.0, part, p)) for _, p in classes]
+            times = [self.cost.step_s(self._batch(*running, part, p)) for _, p in classes]
             mean_s = sum(share * s for (share, _), s in zip(classes, times, strict=True))
             full, comes = part.chunk >= most, part.per_s * mean_s
             if comes <= 1.2 * part.chunk or full and not (alone and part.owners < ranks):
                 return part, mean_s, max(times)
             part = part.growing(comes, 2 * part.owners if full else 0.0, most)
 
+    def _dealt(self, layout: Layout, tokens: np.ndarray, joining: float) -> np.ndarray:
+        """[N] how `joining` requests are dealt to ranks where `tokens` [N] run."""
+        if joining and SPECS[layout].placement is not PlacementKind.REPLICATED:
+            return level(tokens, joining)
+        more = np.zeros(len(tokens))
+        more[0] = joining
+        return more
+
     def _batch(
         self,
-        phase: Phase,
         layout: Layout,
-        homes: np.ndarray,
-        alive: np.ndarray,
-        joining: float,
+        tokens: np.ndarray,
+        context: np.ndarray,
+        longest: int,
         part: _Part | None = None,
         prompt: float = 1.0,
     ) -> Batch:
         """A step of the phase: one token of each that decodes, and what `part` has of prompts of one length."""
         n = self._config.num_ranks
-        tokens: np.ndarray = np.bincount(homes, alive, n)
-        context: np.ndarray = np.bincount(homes, alive * phase.context, n)
         replicated = SPECS[layout].placement is PlacementKind.REPLICATED
-        if joining:
-            more = np.zeros(n)
-            if replicated:
-                more[0] = joining
-            else:
-                more = level(tokens, joining)
-            tokens, context = tokens + more, context + more * phase.joining_context
         prefill, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
         if part is not None:
             chunk, alone = part.chunk, computes_alone(layout)
@@ -161,7 +165,7 @@ class Estimator:
             prefill_pairs=pairs,
             prefill_context=reached,
             sampled=int(np.ceil(tokens.sum())) + (part is not None),
-            decode_longest=int(phase.context.max(initial=0.0)) if len(homes) else 0,
+            decode_longest=longest,
         )
 
 
@@ -169,16 +173,19 @@ class Estimator:
 class _Beside:
     """What prompts of a phase are computed beside, under a layout."""
 
-    phase: Phase
     layout: Layout
-    homes: np.ndarray
-    """[R]"""
-    alive: np.ndarray
-    """[R]: those of phase.alive for whose cache there is room."""
+    tokens: np.ndarray
+    """[N]: running requests for whose cache there is room."""
+    context: np.ndarray
+    """[N]: their cache rows."""
+    longest: int
+    """The most of one of them."""
     concurrency: float
     """Requests that run at once."""
+    answer: float
+    """Tokens of output of one that joins."""
     places: float
-    """So many more than `alive` have room now."""
+    """So many more than `tokens` have room now."""
     decode_s: float
     """A step without prompts."""
 
@@ -231,7 +238,7 @@ def _parts(prompts: Prompts, beside: _Beside, at_once: float, most: float) -> li
         chunk = min(max(prompts.tokens, 1.0), most)
         found.append(_Part(there, chunk, prompts.owners, prompt, prompts.lengths, farthest=prompts.farthest))
     if at_once < 1.0:  # others have to wait until those that run end
-        comes = prompts.length * beside.concurrency / beside.phase.answer
+        comes = prompts.length * beside.concurrency / beside.answer
         found.append(replace(one_by_one, tokens=prompts.tokens - there, per_s=0.0).growing(comes, 1.0, most))
     return found
 

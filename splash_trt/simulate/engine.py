@@ -120,6 +120,11 @@ class SimulatedEngine:
         self._source = source
         self._number = np.zeros(config.max_running, np.int64)  # [slots]
         self._final = np.zeros(config.max_running, np.int64)  # [slots] the position of the last token
+        # What most results are views of; a request has at most one token in a step.
+        self._fillers = np.full(config.max_running, FILLER)
+        self._zeros = np.zeros(config.max_running)
+        self._no_ids = np.zeros((config.max_running, 0), np.int64)
+        self._no_numbers = np.zeros((config.max_running, 0))
         self._end_s = 0.0  # of the last plan
         self._epoch = 0
         self._well = (RankStatus("", 0.0),) * config.num_ranks
@@ -145,16 +150,17 @@ class SimulatedEngine:
             if plan.layout is not self.layout:
                 self.layout = plan.layout
                 self.changes.append((due - seconds, int(plan.layout)))
-            over = np.flatnonzero(final)
-            if len(over):
-                self._source.ended(numbers[over].tolist(), due)
-            none = np.zeros(len(numbers))
+            count = len(numbers)
+            token = self._fillers[:count]
+            if final.any():
+                self._source.ended(numbers[final].tolist(), due)
+                token = np.where(final, END_OF_TEXT, FILLER)
             return StepResult(
                 step=plan.step,
-                token=np.where(final, END_OF_TEXT, FILLER),
-                logprob=none,
-                top_token=np.zeros((len(numbers), 0), np.int64),
-                top_logprob=none.reshape(-1, 1)[:, :0],
+                token=token,
+                logprob=self._zeros[:count],
+                top_token=self._no_ids[:count],
+                top_logprob=self._no_numbers[:count],
                 seconds=seconds,
                 statuses=statuses,
             )
