@@ -220,8 +220,8 @@ class DecodeConfig:
     programs_per_sm: int
     parts: int = 1
     """Blocks that a row's latent columns are taken in."""
-    pipeline: decode_hopper_kernel.Pipeline | None = None
-    """Given: attention by Hopper's own kernel, which has tiles, warps and stages of its own."""
+    hopper: bool = False
+    """By Hopper's own kernel (decode_hopper_kernel.py)."""
 
 
 def choose_config(
@@ -245,9 +245,8 @@ def choose_config(
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
-def hopper_config(pipeline: decode_hopper_kernel.Pipeline) -> DecodeConfig:
-    programs = 2 if pipeline.stages == 1 else 1
-    return DecodeConfig(decode_hopper_kernel.MOST_HEADS, TILE_ROWS, 4, pipeline.stages, programs, pipeline=pipeline)
+def hopper_config(stages: int) -> DecodeConfig:
+    return DecodeConfig(decode_hopper_kernel.MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeConfig:
@@ -255,10 +254,16 @@ def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeCo
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
     if decode_hopper_kernel.supports(q, pages, latent):
-        return hopper_config(decode_hopper_kernel.choose_pipeline(len(q)))
-    properties = torch.cuda.get_device_properties(q.device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
-    return choose_config(heads, item, shared, torch.version.hip is None and properties.major == 9, len(q))
+        return hopper_config(decode_hopper_kernel.choose_stages(len(q)))
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
+    return choose_config(heads, item, device_shared_bytes(q), is_hopper, len(q))
+
+
+def device_shared_bytes(x: torch.Tensor) -> int:
+    """Shared memory that a program can get where x lies."""
+    if not x.is_cuda:
+        return 64 << 10
+    return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 64 << 10)
 
 
 def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:
@@ -341,9 +346,9 @@ def _launch(
     part_lse: torch.Tensor | None,
     config: DecodeConfig,
 ) -> None:
-    if config.pipeline is not None:
+    if config.hopper:
         index = (tables, slot, first, length, stride, latent, scale)
-        decode_hopper_kernel.launch(q, pages, *index, part, part_lse, config.pipeline)
+        decode_hopper_kernel.launch(q, pages, *index, part, part_lse, config.num_stages)
         return
     queries, heads, width = q.shape
     decode_kernel[(queries * triton.cdiv(heads, config.block_h), part.shape[1])](

@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from splash_plugins.mla_attention.decode_kernel import DecodeConfig, attention_parts, decode, device_config, splits_for
+from splash_plugins.mla_attention.decode_kernel import (
+    DecodeConfig,
+    attention_parts,
+    decode,
+    device_config,
+    device_shared_bytes,
+    splits_for,
+)
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 MOST_QUERIES = 32
@@ -111,6 +118,12 @@ def value_up(latents: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> No
     )  # fmt: skip
 
 
+def merge_columns(row_bytes: int, shared_bytes: int) -> int:
+    """Columns of values, of row_bytes of weights each, that a program of merge_up takes: fewer merge the same parts more
+    often, but the weights pass through shared memory, of which a program can get shared_bytes."""
+    return MERGE_BLOCK_V if MERGE_BLOCK_V * row_bytes <= 3 * shared_bytes // 4 else BLOCK_V
+
+
 def merge_up(
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -120,7 +133,7 @@ def merge_up(
     first_head: int,
     out: torch.Tensor,
     *,
-    block_v: int = MERGE_BLOCK_V,
+    block_v: int | None = None,
     parts: int = PARTS,
 ) -> None:
     """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, in tiles of
@@ -128,11 +141,13 @@ def merge_up(
     queries, splits, all_heads, num_latent = partial.shape
     heads, value = w_uv.shape[:2]
     block_a = min(4, triton.next_power_of_2(queries))
+    block_l = max(16, triton.next_power_of_2(num_latent))
+    block_v = block_v or merge_columns(block_l * w_uv.element_size(), device_shared_bytes(w_uv))
     merge_up_kernel[(triton.cdiv(value, block_v), heads, triton.cdiv(queries, block_a))](
         partial, partial_lse, length, splits, w_uv, out, out.stride(0), out.stride(1), queries, first_head,
         HEADS=all_heads, LATENT=num_latent, VALUE=value, BLOCK_N=tile_rows,
         BLOCK_A=block_a, BLOCK_S=parts // block_a, SPLITS=triton.next_power_of_2(splits),
-        BLOCK_L=max(16, triton.next_power_of_2(num_latent)), BLOCK_V=block_v,
+        BLOCK_L=block_l, BLOCK_V=block_v,
         num_warps=8, **overlap(partial),
     )  # fmt: skip
 

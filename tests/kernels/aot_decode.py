@@ -16,7 +16,7 @@ from splash_plugins.mla_attention.decode_kernel import (
 )
 from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
 from splash_plugins.rope_q.kernel import rope_q_kernel
-from splash_plugins.value_up.kernel import BLOCK_V, merge_up_kernel, value_up_kernel
+from splash_plugins.value_up.kernel import BLOCK_V, merge_columns, merge_up_kernel, value_up_kernel
 from splash_plugins.value_up.kernel import PARTS as PARTS_MERGED
 from tests.kernels.aot import Kernel, Target, overlaps
 
@@ -83,7 +83,8 @@ def kernels(target: Target) -> list[Kernel]:
         "BLOCK_R": 32,
     }
     few = {"BLOCK_T": 16, "CHUNK": CHUNK, "PARTS": PARTS}
-    merged = {**tile, **up, "BLOCK_A": 4, "BLOCK_S": PARTS_MERGED // 4, "SPLITS": 16}
+    columns = merge_columns(2 * LATENT, target.shared_bytes)
+    merged = {**tile, **up, "BLOCK_V": columns, "BLOCK_A": 4, "BLOCK_S": PARTS_MERGED // 4, "SPLITS": 16}
     return [
         _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, overlap, norm_warps(HIDDEN)),
         _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, overlap, norm_warps(1024)),
