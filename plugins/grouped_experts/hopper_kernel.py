@@ -1,21 +1,19 @@
 """The products of gated experts for Hopper, in Gluon: what product_kernel does, with the warps' work cut by hand.
 
-A block of threads takes one tile of 128 rows and up to 256 columns after another. A warp (four where rows are gathered)
-copies both operands into shared memory, some stages ahead, and two warpgroups, each with 64 of the rows, multiply. They
-meet the copier at barriers in shared memory and each other nowhere: one may be as many stages ahead of the other as
-there are, and so writes its results while the other keeps the tensor cores busy. A warpgroup that has no rows only
-passes the stages on.
+A block of threads takes one tile of 128 rows and 256 columns after another. A warp (four for gate_up) copies both
+operands into shared memory, some stages ahead, and two warpgroups, each with 64 of the rows, multiply. They meet the
+copier at barriers in shared memory and each other nowhere: one may be as many stages ahead of the other as there are,
+and so writes its results while the other keeps the tensor cores busy. A warpgroup that has no rows only passes the
+stages on.
 
-Names as in product_kernel.py. Weights come through the tensor memory accelerator; so do rows that lie in sorted order,
-while those of tokens are gathered, 16 bytes at a time, or put in order first.
+Names as in product_kernel.py. Weights come through the tensor memory accelerator; so do activations, which lie in
+sorted order, while tokens' rows are gathered, 16 bytes at a time.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -33,35 +31,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks
 
-ROWS = 128  # of a tile: what sort_pairs is to be called with
-DEPTH = 64  # that is copied together: 128 bytes, the widest swizzle
-HALF = gl.constexpr(64)  # rows of a warpgroup
-STEP = gl.constexpr(DEPTH)
-_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """How a product is launched."""
-
-    gather: bool = False
-    """Rows are those of tokens, found by pairs; else they lie in sorted order."""
-    columns: int = 256
-    """Of a tile: those of half as many activations, whose gate and up are both in it."""
-    stages: int = 4
-    group: int = 8
-    """Blocks of rows that are done on one tile of columns before the next one."""
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread of a warpgroup that multiplies, and of one that copies."""
-        return (216, 72) if self.gather else (240, 24)
-
-
 MIN_ROWS = 128
 """Pairs per expert here (T * k / E_r, as in tiles.py) from which it is the faster one."""
-GATE_UP = Form(gather=True)
-DOWN = Form()
+# Cuts as measured on an H200.
+ROWS = 128  # of a tile: what sort_pairs is to be called with
+COLUMNS = 256  # of a tile: those of half as many activations, whose gate and up are both in it
+DEPTH = 64  # that is copied together: 128 bytes, the widest swizzle
+STAGES = 4
+GROUP = 8  # blocks of rows that are done on one tile of columns before the next one
+_HALF = gl.constexpr(ROWS // 2)  # rows of a warpgroup
+_PANEL = gl.constexpr(COLUMNS // 2)  # columns that are copied together
+_STEP = gl.constexpr(DEPTH)
+_STAGES = gl.constexpr(STAGES)
+_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
 
 
 @gluon.jit
@@ -77,40 +59,39 @@ def _place(tile, blocks, count, group, TILES: gl.constexpr):
 
 @gluon.jit
 def _tokens(pairs, first, end, TOP_K: gl.constexpr):
-    """[2 * HALF]: each row's token; rows past the end repeat the last."""
+    """[2 * _HALF]: each row's token; rows past the end repeat the last."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    row = gl.minimum(first + gl.arange(0, 2 * HALF, layout=layout), end - 1)
+    row = gl.minimum(first + gl.arange(0, 2 * _HALF, layout=layout), end - 1)
     return gl.load(pairs + row) // TOP_K
 
 
 @gluon.jit
 def _copy(
     x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty,
-    BEGIN: gl.constexpr, END: gl.constexpr, SECOND: gl.constexpr, GATHER: gl.constexpr,
+    BEGIN: gl.constexpr, END: gl.constexpr, SECOND: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Copies a tile's operands, its part [BEGIN, END) of depth; returns the step after it."""
-    STAGES: gl.constexpr = full.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    if GATHER:
-        numbers = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
+    if GATED:
+        numbers = gl.arange(0, _STEP, layout=gl.SliceLayout(0, layout))
         source = x + token.to(gl.int64)[:, None] * x_stride + numbers[None, :]
-        rows = a_buffer._reinterpret(a_buffer.dtype, [STAGES, 2 * HALF, STEP], a_buffer.layout)
-    for begin in range(BEGIN, END, STEP):
-        stage = step % STAGES
-        mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+        rows = a_buffer._reinterpret(a_buffer.dtype, [_STAGES, 2 * _HALF, _STEP], a_buffer.layout)
+    for begin in range(BEGIN, END, _STEP):
+        stage = step % _STAGES
+        mbarrier.wait(empty.index(stage), step // _STAGES & 1 ^ 1)
         ready = full.index(stage)
-        if GATHER:
+        if GATED:
             mbarrier.expect(ready, 2 * w.block_type.nbytes)
         else:
             mbarrier.expect(ready, 2 * w.block_type.nbytes + 2 * x.block_type.nbytes)
         tma.async_copy_global_to_shared(w, [column, begin], ready, b_buffer.index(2 * stage))
         tma.async_copy_global_to_shared(w, [column + SECOND, begin], ready, b_buffer.index(2 * stage + 1))
-        if GATHER:
+        if GATED:
             async_copy.async_copy_global_to_shared(rows.index(stage), source + begin)
             async_copy.mbarrier_arrive(ready, increment_count=False)
         else:
             tma.async_copy_global_to_shared(x, [first, begin], ready, a_buffer.index(2 * stage))
-            tma.async_copy_global_to_shared(x, [first + HALF, begin], ready, a_buffer.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(x, [first + _HALF, begin], ready, a_buffer.index(2 * stage + 1))
         step += 1
     return step
 
@@ -118,33 +99,32 @@ def _copy(
 @gluon.jit
 def _produce(
     x, x_stride, w, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
-    DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, TOP_K: gl.constexpr,
+    DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr,
 ):  # fmt: skip
     """Copies the operands of this program's tiles. Where the next one lies is loaded meanwhile, and then its tokens."""
-    PANEL: gl.constexpr = b_buffer.shape[1]
-    WIDTH: gl.constexpr = PANEL if GATED else 2 * PANEL
+    WIDTH: gl.constexpr = _PANEL if GATED else 2 * _PANEL
     TILES: gl.constexpr = SIZE // WIDTH
     EXPERT: gl.constexpr = 2 * SIZE if GATED else SIZE
-    SECOND: gl.constexpr = SIZE if GATED else PANEL
-    HALFWAY: gl.constexpr = DEPTH // STEP // 2 * STEP
+    SECOND: gl.constexpr = SIZE if GATED else _PANEL
+    HALFWAY: gl.constexpr = DEPTH // _STEP // 2 * _STEP
     step = 0
     tile = gl.program_id(0)
     expert, first, end, n = _place(tile, blocks, count, group, TILES)
     token = first
-    if GATHER:
+    if GATED:
         token = _tokens(pairs, first, end, TOP_K)
     while tile < count * TILES:
         tile += gl.num_programs(0)
         column = expert * EXPERT + n * WIDTH
         expert, next_first, end, n = _place(tile, blocks, count, group, TILES)
         step = _copy(
-            x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty, 0, HALFWAY, SECOND, GATHER
+            x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty, 0, HALFWAY, SECOND, GATED
         )
         next_token = next_first
-        if GATHER:
+        if GATED:
             next_token = _tokens(pairs, next_first, end, TOP_K)
         step = _copy(
-            x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty, HALFWAY, DEPTH, SECOND, GATHER
+            x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty, HALFWAY, DEPTH, SECOND, GATED
         )
         first = next_first
         token = next_token
@@ -154,29 +134,27 @@ def _produce(
 def _release(empty, step, pred):
     # One thread arrives for the warpgroup, and each warp knows of its own products only.
     _meet()
-    mbarrier.arrive(empty.index(step % empty.shape[0]), count=1, pred=pred)
+    mbarrier.arrive(empty.index(step % _STAGES), count=1, pred=pred)
 
 
 @gluon.jit
 def _multiply(
-    a_buffer, b_buffer, full, empty, begin, half: gl.constexpr, STEPS: gl.constexpr, GATHER: gl.constexpr
+    a_buffer, b_buffer, full, empty, begin, half: gl.constexpr, STEPS: gl.constexpr, GATED: gl.constexpr
 ):  # fmt: skip
-    """[HALF, 2 * PANEL] of the tile whose first step is `begin`; a stage is free when the next one's product is under
+    """[_HALF, 2 * _PANEL] of the tile whose first step is `begin`; a stage is free when the next one's product is under
     way and its own is done."""
-    STAGES: gl.constexpr = full.shape[0]
-    PANEL: gl.constexpr = b_buffer.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PANEL, 16])
-    weights = b_buffer._reinterpret(b_buffer.dtype, [STAGES, 2 * PANEL, STEP], b_buffer.layout)
-    acc = gl.zeros([HALF, 2 * PANEL], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _PANEL, 16])
+    weights = b_buffer._reinterpret(b_buffer.dtype, [_STAGES, 2 * _PANEL, _STEP], b_buffer.layout)
+    acc = gl.zeros([_HALF, 2 * _PANEL], gl.float32, layout)
     for i in range(STEPS):
         step = begin + i
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        if GATHER:
+        stage = step % _STAGES
+        mbarrier.wait(full.index(stage), step // _STAGES & 1)
+        if GATED:
             fence_async_shared()  # rows were not written by the accelerator, which the tensor cores read with
         acc = warpgroup_mma(a_buffer.index(2 * stage + half), weights.index(stage).permute([1, 0]), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        _release(empty, step + STAGES - 1, i > 0)
+        _release(empty, step + _STAGES - 1, i > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     _release(empty, begin + STEPS - 1, True)
     return acc
@@ -185,47 +163,44 @@ def _multiply(
 @gluon.jit
 def _store(out, acc, row, keep, n, SIZE: gl.constexpr, GATED: gl.constexpr, layout: gl.constexpr):
     """A warpgroup's part of a tile, in the given rows of out where they are kept."""
-    PANEL: gl.constexpr = acc.shape[1] // 2
-    left, right = acc.reshape([HALF, 2, PANEL]).permute([0, 2, 1]).split()
-    target = out + row.to(gl.int64)[:, None] * SIZE + gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout))[None, :]
+    left, right = acc.reshape([_HALF, 2, _PANEL]).permute([0, 2, 1]).split()
+    target = out + row.to(gl.int64)[:, None] * SIZE + gl.arange(0, _PANEL, layout=gl.SliceLayout(0, layout))[None, :]
     if GATED:
         value = left * (1 / (1 + gl.exp(-left))) * right
         value = gl.convert_layout(value.to(out.dtype.element_ty), layout)
-        gl.store(target + n * PANEL, value, keep[:, None])
+        gl.store(target + n * _PANEL, value, keep[:, None])
     else:
-        target += n * 2 * PANEL
+        target += n * 2 * _PANEL
         gl.store(target, gl.convert_layout(left.to(out.dtype.element_ty), layout), keep[:, None])
-        gl.store(target + PANEL, gl.convert_layout(right.to(out.dtype.element_ty), layout), keep[:, None])
+        gl.store(target + _PANEL, gl.convert_layout(right.to(out.dtype.element_ty), layout), keep[:, None])
 
 
 @gluon.jit
 def _consume(
     out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
-    half: gl.constexpr, DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
+    half: gl.constexpr, DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of the rows of this program's tiles: activations go to out by row, results by pair. What it
     reads of this tile's place and the next one's it loads while it multiplies."""
-    STAGES: gl.constexpr = full.shape[0]
-    PANEL: gl.constexpr = b_buffer.shape[1]
-    STEPS: gl.constexpr = DEPTH // STEP
-    TILES: gl.constexpr = SIZE // (PANEL if GATED else 2 * PANEL)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [4, 1], [1, 0])
+    STEPS: gl.constexpr = DEPTH // _STEP
+    TILES: gl.constexpr = SIZE // (_PANEL if GATED else 2 * _PANEL)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // _PANEL, _PANEL // 8], [4, 1], [1, 0])
     begin = 0
     tile = gl.program_id(0)
     expert, first, end, n = _place(tile, blocks, count, group, TILES)
     while tile < count * TILES:
         tile += gl.num_programs(0)
         expert, next_first, next_end, next_n = _place(tile, blocks, count, group, TILES)
-        row = first + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        row = first + half * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
         keep = row < end
-        if first + half * HALF < end:
+        if first + half * _HALF < end:
             if not GATED:
                 row = gl.load(pairs + row, keep, other=0)
-            acc = _multiply(a_buffer, b_buffer, full, empty, begin, half, STEPS, GATHER)
+            acc = _multiply(a_buffer, b_buffer, full, empty, begin, half, STEPS, GATED)
             _store(out, acc, row, keep, n, SIZE, GATED, layout)
         else:
             for step in range(begin, begin + STEPS):
-                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                mbarrier.wait(full.index(step % _STAGES), step // _STAGES & 1)
                 _release(empty, step, True)
         begin += STEPS
         first = next_first
@@ -236,40 +211,34 @@ def _consume(
 @gluon.jit(do_not_specialize=["group"])
 def hopper_kernel(
     x, x_stride, w, out, pairs, blocks, num_blocks, group,
-    DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, TOP_K: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [P, SIZE] from rows [*, DEPTH] of x, which is a descriptor unless they are gathered; as gate_up_kernel if
-    GATED, else as down_kernel."""
+    """out [P, SIZE] from rows [*, DEPTH] of x: as gate_up_kernel if GATED, else as down_kernel, x a descriptor."""
     count = gl.load(num_blocks)
-    if gl.program_id(0) >= count * (SIZE // (w.block_type.shape[0] * (1 if GATED else 2))):
+    if gl.program_id(0) >= count * (SIZE // (_PANEL * (1 if GATED else 2))):
         return
     dtype: gl.constexpr = w.dtype
-    a_buffer = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF, STEP], w.layout)
-    b_buffer = gl.allocate_shared_memory(dtype, [2 * STAGES, w.block_type.shape[0], STEP], w.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    a_buffer = gl.allocate_shared_memory(dtype, [2 * _STAGES, _HALF, _STEP], w.layout)
+    b_buffer = gl.allocate_shared_memory(dtype, [2 * _STAGES, _PANEL, _STEP], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
         # The copier's threads arrive each when what they gathered is there.
-        mbarrier.init(full.index(stage), count=129 if GATHER else 1)
+        mbarrier.init(full.index(stage), count=129 if GATED else 1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     zero: gl.constexpr = 0
     one: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_consume, (
-                out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, zero, DEPTH, SIZE, GATED, GATHER,
-            )),
-            (_consume, (
-                out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, one, DEPTH, SIZE, GATED, GATHER,
-            )),
+            (_consume, (out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, zero, DEPTH, SIZE, GATED)),
+            (_consume, (out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, one, DEPTH, SIZE, GATED)),
             (_produce, (
-                x, x_stride, w, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
-                DEPTH, SIZE, GATED, GATHER, TOP_K,
+                x, x_stride, w, pairs, blocks, count, group, a_buffer, b_buffer, full, empty, DEPTH, SIZE, GATED, TOP_K,
             )),
         ],
-        [4, 4 if GATHER else 1],
+        [4, 4 if GATED else 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
@@ -279,7 +248,7 @@ def supports(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     _, width, inner = down.shape
-    fits = width % GATE_UP.columns == width % DOWN.columns == inner % (GATE_UP.columns // 2) == 0
+    fits = width % COLUMNS == inner % (COLUMNS // 2) == 0
     aligned = x.stride(0) % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in (x, gate_up, down))
     return fits and aligned and x.element_size() == 2 and x.dtype == gate_up.dtype == down.dtype
 
@@ -294,23 +263,26 @@ def _descriptor(matrix: torch.Tensor, num_rows: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [num_rows, DEPTH], layout)
 
 
-def product(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, order: SortedPairs, top_k: int, gated: bool, form: Form
-) -> None:
+def registers(gated: bool) -> tuple[int, int]:
+    """Of a thread of a warpgroup that multiplies, and of one that copies: addresses to gather from take some."""
+    return (216, 72) if gated else (240, 24)
+
+
+def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, order: SortedPairs, top_k: int, gated: bool) -> None:
     """One product for what `supports` says, of pairs sorted in blocks of ROWS.
 
-    gated: out [P, I], in sorted order, = silu(x gate) * (x up), w [E_r, 2 I, D] or [E_r, 2, I, D] contiguous; else out
-    [P, D], by pair, = x down, w [E_r, D, I]. Rows of x are those of pairs in sorted order, or of tokens to gather from.
+    gated: out [P, I], in sorted order, = silu(x gate) * (x up), w [E_r, 2 I, D] or [E_r, 2, I, D] contiguous, rows of x
+    those of tokens; else out [P, D], by pair, = x down, w [E_r, D, I], rows of x those of pairs in sorted order.
     """
     num_pairs, size = out.shape
-    consumer, producer = form.registers
-    columns = form.columns // 2 if gated else form.columns
+    consumer, producer = registers(gated)
+    columns = COLUMNS // 2 if gated else COLUMNS
     assert size % columns == 0 and x.shape[1] % DEPTH == 0
     most = max_blocks(num_pairs, len(w), ROWS) * (size // columns)
     hopper_kernel[(min(most, limits(x.device).processors),)](
-        x if form.gather else _descriptor(x, ROWS // 2), x.stride(0), _descriptor(w.flatten(0, -2), form.columns // 2),
-        out, order.pairs, order.blocks, order.num_blocks, form.group,
-        DEPTH=x.shape[1], SIZE=size, GATED=gated, GATHER=form.gather, TOP_K=top_k, STAGES=form.stages,
+        x if gated else _descriptor(x, ROWS // 2), x.stride(0), _descriptor(w.flatten(0, -2), COLUMNS // 2),
+        out, order.pairs, order.blocks, order.num_blocks, GROUP,
+        DEPTH=x.shape[1], SIZE=size, GATED=gated, TOP_K=top_k,
         CONSUMER_REGISTERS=consumer, PRODUCER_REGISTERS=producer, num_warps=4,
     )  # fmt: skip
 
@@ -322,7 +294,7 @@ def products(
     num_pairs = len(order.pairs)
     _, width, inner = down.shape
     hidden = x.new_empty((num_pairs, inner))
-    product(x, gate_up, hidden, order, top_k, True, GATE_UP)
+    product(x, gate_up, hidden, order, top_k, True)
     y = x.new_empty((num_pairs, width))
-    product(hidden, down, y, order, top_k, False, DOWN)
+    product(hidden, down, y, order, top_k, False)
     return y

@@ -1,9 +1,10 @@
 """Absorbed (decode) attention for Hopper, in Gluon: what decode_kernel does, with copies that are always under way.
 
 A block of threads takes one query, up to 32 heads and a part of the context, in tiles of 64 rows. A tile is copied into
-shared memory by the copy engine (TMA) two or three tiles ahead, where both products read it: scores, rows by heads,
-then sums of values, latent columns by heads, so that rows and columns fill the tensor cores' long side and heads its
-short one. One warpgroup does all: its products take less time than its copies, and asking for a copy next to none.
+shared memory by the copy engine (TMA), where both products read it: scores, rows by heads, then sums of values, latent
+columns by heads, so that rows and columns fill the tensor cores' long side and heads its short one. One warpgroup does
+all: its products take less time than its copies, and asking for a copy next to none. Meanwhile the next tile is copied,
+or, where memory for one alone is taken, the other program's on the multiprocessor.
 
 A tile's rope columns are needed for its scores only; the weights go where they were.
 """
@@ -12,8 +13,6 @@ A tile's rope columns are needed for its scores only; the weights go where they 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -26,15 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splash_plugins.mla_attention.decode_copies_kernel import (
-    REST_ROWS,
-    TILE_ROWS,
-    copy_first,
-    copy_next,
-    fetch,
-    find,
-    meet,
-)
+from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS, copy, fetch, find, meet
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 # From so many queries on, a multiprocessor has several programs to choose from.
@@ -45,22 +36,6 @@ _ROWS = gl.constexpr(TILE_ROWS)
 _ROPE = gl.constexpr(ROPE)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How tiles pass through a block of threads."""
-
-    stages: int = 3
-    """Tiles' latents that shared memory holds: 1 (two programs fit a multiprocessor), 2, or 3 with up to 16 heads."""
-    ahead: bool = False
-    """The next tile's scores are computed during a tile's softmax; with 2 stages or more, and not with `rest`."""
-    fetch: bool = True
-    """Asks the L2 for the first tiles while the kernel before this one ends."""
-    rest: bool = False
-    """Copies of a context's last tile what rows it has, not the whole."""
-    early: bool = False
-    """Copies the first tiles before the kernel before this one ends: only where the one that writes rows has ended."""
 
 
 @gluon.jit
@@ -85,14 +60,15 @@ def _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, inde
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     STAGES: gl.constexpr = latents.shape[0]
-    ROPES: gl.constexpr = ropes.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
-    latent = latents.index(index % STAGES).reshape([_ROWS, LATENT])
-    rope = ropes.index(index % ROPES).reshape([_ROWS, _ROPE])
+    stage = index % STAGES
+    phase = index // STAGES & 1
+    latent = latents.index(stage).reshape([_ROWS, LATENT])
+    rope = ropes.index(stage).reshape([_ROWS, _ROPE])
     scores = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
-    mbarrier.wait(latent_full.index(index % STAGES), index // STAGES & 1)
+    mbarrier.wait(latent_full.index(stage), phase)
     scores = warpgroup_mma(latent, q_latent.permute([1, 0]), scores, use_acc=False, is_async=True)
-    mbarrier.wait(rope_full.index(index % ROPES), index // ROPES & 1)
+    mbarrier.wait(rope_full.index(stage), phase)
     scores = warpgroup_mma(rope, q_rope.permute([1, 0]), scores, is_async=True)
     if live < _ROWS:
         _clear(latent, live)
@@ -145,52 +121,28 @@ def _load_queries(q, head_stride, q_latent, q_rope, HEADS: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    q_latent, q_rope, latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, table, stride, begin,
-    count, live, factor, S: gl.constexpr, AHEAD: gl.constexpr, REST: gl.constexpr,
+    q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
+    table, stride, begin, count, live, factor, S: gl.constexpr,
 ):  # fmt: skip
     """All of this program's tiles: (top [BLOCK_H], total [64, BLOCK_H], sums [LATENT, BLOCK_H])."""
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     STAGES: gl.constexpr = latents.shape[0]
-    ROPES: gl.constexpr = ropes.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
     total = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
     sums = gl.zeros([LATENT, BLOCK_H], gl.float32, layout)
-    if AHEAD:
-        if count > 0:
-            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, 0, live)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            for index in range(count - 1):
-                place = find(table, stride, begin + index + STAGES, index + STAGES < count, S)
-                rope_place = find(table, stride, begin + index + ROPES, index + ROPES < count, S)
-                after = live - _ROWS
-                next_scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index + 1, after)
-                top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
-                sums = _issue_values(weight, sums, latents, ropes, index)
-                scores, sums = warpgroup_mma_wait(0, deps=[next_scores, sums])
-                copy_next(
-                    latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
-                    place, rope_place, index, live, count, REST,
-                )  # fmt: skip
-                live = after
-            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
-            sums = _issue_values(weight, sums, latents, ropes, count - 1)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-    else:
-        for index in range(count):
-            place = find(table, stride, begin + index + STAGES, index + STAGES < count, S)
-            rope_place = find(table, stride, begin + index + ROPES, index + ROPES < count, S)
-            scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
-            sums = _issue_values(weight, sums, latents, ropes, index)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            copy_next(
-                latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
-                place, rope_place, index, live, count, REST,
-            )  # fmt: skip
-            live -= _ROWS
+    for index in range(count):
+        place = find(table, stride, begin + index + STAGES, index + STAGES < count, S)
+        scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
+        sums = _issue_values(weight, sums, latents, ropes, index)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        meet()  # all are done with the tile whose place the next one takes
+        if index + STAGES < count:
+            copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index + STAGES, place)
+        live -= _ROWS
     return top, total, sums
 
 
@@ -214,17 +166,15 @@ def _finish(top, total, sums, out, head_stride, lse, HEADS: gl.constexpr):
 @gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
 def decode_hopper_kernel(
     q, q_stride, q_head_stride,
-    latent_rows, rope_rows, rest_rows, pages, page_stride, row_stride,
+    latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
     slot, first, length, stride, splits, scale,
     out, out_stride, out_split_stride, out_head_stride,
     lse, lse_stride, lse_split_stride,
-    HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr, ROPES: gl.constexpr, AHEAD: gl.constexpr, FETCH: gl.constexpr, REST: gl.constexpr,
-    EARLY: gl.constexpr, OVERLAP: gl.constexpr,
+    HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """`latent_rows`, `rope_rows` and `rest_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64
-    columns, and of 16 rows and 64 columns."""
+    """`latent_rows` and `rope_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64 columns."""
     query = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
     rows = gl.load(length + query)
@@ -242,36 +192,30 @@ def decode_hopper_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     matrix: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     latents = gl.allocate_shared_memory(dtype, [STAGES, 1, _ROWS, LATENT], latent_rows.layout)
-    ropes = gl.allocate_shared_memory(dtype, [ROPES, 1, _ROWS, _ROPE], rope_rows.layout)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES, 1, _ROWS, _ROPE], rope_rows.layout)
     q_latent = gl.allocate_shared_memory(dtype, [BLOCK_H, LATENT], matrix)
     q_rope = gl.allocate_shared_memory(dtype, [BLOCK_H, _ROPE], matrix)
     latent_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    rope_full = gl.allocate_shared_memory(gl.int64, [ROPES, 1], mbarrier.MBarrierLayout())
+    rope_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(latent_full.index(stage), count=1)
-    for stage in gl.static_range(ROPES):
         mbarrier.init(rope_full.index(stage), count=1)
     fence_async_shared()
     meet()
 
-    if EARLY:
-        copy_first(
-            latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST
-        )  # fmt: skip
-    elif FETCH and OVERLAP:
+    if OVERLAP:
         fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES)
     wait_for_inputs(OVERLAP)
     if (splits > 1) & (count <= 0):
         return
-    if not EARLY:
-        copy_first(
-            latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full, places, live, count, REST
-        )  # fmt: skip
+    for i in gl.static_range(STAGES):
+        if i < count:
+            copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])
     _load_queries(q + query * q_stride, q_head_stride, q_latent, q_rope, HEADS)
 
     top, total, sums = _walk(
-        q_latent, q_rope, latent_rows, rope_rows, rest_rows, latents, ropes, latent_full, rope_full,
-        table, stride, begin, count, live, scale * _LOG2_E, S, AHEAD, REST,
+        q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
+        table, stride, begin, count, live, scale * _LOG2_E, S,
     )  # fmt: skip
     out += query * out_stride + split * out_split_stride
     if lse is not None:
@@ -290,14 +234,15 @@ def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
     return whole and aligned and len(pages) > 0 and pages.stride(-1) == 1
 
 
-def choose_pipeline(queries: int) -> Pipeline:
-    """As measured on an H200 (perf/kernels_decode_hopper.py): a third stage gains nothing."""
-    return Pipeline(stages=1 if queries >= MANY_QUERIES else 2)
+def choose_stages(queries: int) -> int:
+    """Tiles that a program's shared memory holds, as measured on an H200: 1 lets two programs share a multiprocessor, 2
+    let one copy while it computes. A third gains nothing."""
+    return 1 if queries >= MANY_QUERIES else 2
 
 
-def _descriptor(pages: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _descriptor(pages: torch.Tensor, columns: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, rows, columns], layout)
+    return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, TILE_ROWS, columns], layout)
 
 
 def launch(
@@ -312,24 +257,18 @@ def launch(
     scale: float,
     part: torch.Tensor,
     part_lse: torch.Tensor | None,
-    pipeline: Pipeline,
+    stages: int,
 ) -> None:
     """Attention to the parts of the contexts, in tiles of TILE_ROWS rows, as decode_kernel.decode launches it: part
-    [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says."""
+    [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says; stages 1 or 2."""
     queries, heads, _ = q.shape
-    block_h = 16 if heads <= 16 else MOST_HEADS
-    assert 1 <= pipeline.stages <= (3 if block_h == 16 else 2)
-    assert not pipeline.ahead or (pipeline.stages > 1 and not pipeline.rest)
     decode_hopper_kernel[(queries, part.shape[1])](
         q, q.stride(0), q.stride(1),
-        _descriptor(pages, TILE_ROWS, latent), _descriptor(pages, TILE_ROWS, ROPE), _descriptor(pages, REST_ROWS, 64),
-        pages, pages.stride(0), pages.stride(1),
+        _descriptor(pages, latent), _descriptor(pages, ROPE), pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
         slot, first, length, stride, part.shape[1], scale,
         part, part.stride(0), part.stride(1), part.stride(2),
         part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
-        HEADS=heads, LATENT=latent, S=pages.shape[1], BLOCK_H=block_h,
-        STAGES=pipeline.stages, ROPES=min(2, pipeline.stages),
-        AHEAD=pipeline.ahead, FETCH=pipeline.fetch, REST=pipeline.rest, EARLY=pipeline.early,
+        HEADS=heads, LATENT=latent, S=pages.shape[1], BLOCK_H=16 if heads <= 16 else MOST_HEADS, STAGES=stages,
         num_warps=4, **overlap(q),
     )  # fmt: skip

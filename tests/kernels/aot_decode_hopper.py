@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from splash_plugins.mla_attention.decode_copies_kernel import REST_ROWS, TILE_ROWS
-from splash_plugins.mla_attention.decode_hopper_kernel import ROPE, Pipeline, decode_hopper_kernel
+from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS
+from splash_plugins.mla_attention.decode_hopper_kernel import ROPE, decode_hopper_kernel
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
 LATENT = 512
-# Heads, dtype, rows a page, dtype of results (parts are float32), pipeline
+# Heads, dtype, rows a page, dtype of results (parts are float32), stages
 CASES = (
-    (10, "bf16", 64, "fp32", Pipeline(2)),
-    (16, "fp16", 128, "fp16", Pipeline(1)),
-    (20, "bf16", 64, "bf16", Pipeline(2)),
-    (32, "bf16", 64, "fp32", Pipeline(2, ahead=True, early=True)),
-    (10, "bf16", 64, "fp32", Pipeline(1, rest=True)),
+    (10, "bf16", 64, "fp32", 2),
+    (10, "bf16", 64, "bf16", 1),
+    (16, "fp16", 128, "fp16", 1),
+    (20, "bf16", 64, "fp32", 2),
+    (32, "bf16", 64, "bf16", 1),
 )
 STRIDES = (
     "q_stride",
@@ -29,17 +29,15 @@ STRIDES = (
 )
 
 
-def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, pipeline: Pipeline) -> Kernel:
+def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, stages: int) -> Kernel:
     layout = repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
     types = {"q": f"*{dtype}", "pages": f"*{dtype}", "out": f"*{out}", "scale": "fp32"}
-    blocks = {"latent_rows": (TILE_ROWS, LATENT), "rope_rows": (TILE_ROWS, ROPE), "rest_rows": (REST_ROWS, 64)}
-    for name, (rows, columns) in blocks.items():
-        types[name] = f"tensordesc<{dtype}[1, {rows}, {columns}],{layout}>"
+    for name, columns in (("latent_rows", LATENT), ("rope_rows", ROPE)):
+        types[name] = f"tensordesc<{dtype}[1, {TILE_ROWS}, {columns}],{layout}>"
     types |= dict.fromkeys(("tables", "slot", "first", "length"), "*i32")
     constexprs = {
         "HEADS": heads, "LATENT": LATENT, "S": page_tokens, "BLOCK_H": 16 if heads <= 16 else 32,
-        "STAGES": pipeline.stages, "ROPES": min(2, pipeline.stages), "AHEAD": pipeline.ahead,
-        "FETCH": pipeline.fetch, "REST": pipeline.rest, "EARLY": pipeline.early, "OVERLAP": True,
+        "STAGES": stages, "OVERLAP": True,
     }  # fmt: skip
     if out == "fp32":
         types["lse"] = "*fp32"

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from splash_plugins.mla_attention import decode_hopper_kernel, decode_reference
-from splash_plugins.mla_attention.decode_hopper_kernel import Pipeline
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, choose_splits, decode, hopper_config
 
 pytestmark = pytest.mark.kernels
@@ -159,12 +158,10 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pipeline", [None, Pipeline(2, ahead=True), Pipeline(1, rest=True)])
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("heads, dtype", [(10, torch.bfloat16), (16, torch.float16), (20, torch.bfloat16)])
 @pytest.mark.parametrize("stride, page_tokens", [(1, 64), (2, 128)])
-def test_hopper(
-    device: str, pipeline: Pipeline | None, heads: int, dtype: torch.dtype, stride: int, page_tokens: int
-) -> None:
+def test_hopper(device: str, stages: int, heads: int, dtype: torch.dtype, stride: int, page_tokens: int) -> None:
     """By its own kernel, in 16-bit types, with several cuts of the contexts."""
     lengths = [0, 1, 63, 64, 65, 600, 2000, 130]
     case = make(
@@ -174,7 +171,7 @@ def test_hopper(
     assert decode_hopper_kernel.supports(case.q, case.pages, case.latent)
     want, want_lse = replace(case, q=case.q.float(), pages=case.pages.float()).run(decode_reference.decode, heads)
     for splits in (1, 3, 40):
-        out, lse = case.run(decode, heads, config=hopper_config(pipeline), num_splits=splits)
+        out, lse = case.run(decode, heads, config=hopper_config(stages), num_splits=splits)
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse, want_lse, rtol=2e-3, atol=2e-3)
 
