@@ -70,6 +70,30 @@ def meet_kernel(bases, rank, SIZE: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl
     meet(bases, rank, SIZE, BLOCKS, RANKS)
 
 
+@triton.jit
+def _tile(tile, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile's rows, where their numbers are in [count, width], and which of them there are."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    return row, at, (row < count)[:, None] & (column < width)[None, :]
+
+
+@triton.jit
+def _parts(bases, start, like, begin, row, at, mask, num_rows, SIZE: tl.constexpr, SUMMED: tl.constexpr):
+    """Each rank's numbers at begin + `at`; SUMMED: those of the rank alone that has summed the row."""
+    if SUMMED:
+        owner = tl.minimum(row * SIZE // tl.maximum(num_rows, 1), SIZE - 1)
+        source = tl.multiple_of((tl.load(bases + owner) + start).to(like.dtype), [16])
+        parts = (tl.load(source[:, None] + at, mask=mask, other=0.0),)
+    else:
+        parts = ()  # type: ignore[assignment]
+        for peer in tl.static_range(SIZE):
+            part = tl.load(_at(bases, peer, start, like) + begin + at, mask=mask, other=0.0)
+            parts = parts + (part,)  # type: ignore[assignment]
+    return parts
+
+
 @triton.jit(do_not_specialize=["rank", "start", "num_rows"])
 def sum_rows_kernel(
     bases,
@@ -109,20 +133,20 @@ def sum_rows_kernel(
     if SPREAD:
         first = tl.load(offsets + rank)
         count = tl.minimum(tl.load(offsets + rank + 1) - first, num_rows)
-    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & (column < width)[None, :]
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
+    begin = first.to(tl.int64) * width if SPREAD else 0  # type: ignore[attr-defined]
+    programs = tl.num_programs(0)
+    tiles = tl.cdiv(count, ROWS)
+    # Of the tile to come, so that others' rows are on their way while those of this one are summed and normed.
+    row, at, mask = _tile(tl.program_id(0), count, width, ROWS, COLUMNS)
+    parts = _parts(bases, start, hidden, begin, row, at, mask, num_rows, SIZE, SUMMED)
+    for tile in range(tl.program_id(0), tiles, programs):
+        row, at, mask = _tile(tile, count, width, ROWS, COLUMNS)
         old = _wide(tl.load(hidden + at, mask=mask, other=0.0))
-        if SUMMED:
-            owner = tl.minimum(row * SIZE // tl.maximum(num_rows, 1), SIZE - 1)
-            source = tl.multiple_of((tl.load(bases + owner) + start).to(hidden.dtype), [16])
-            total = _wide(tl.load(source[:, None] + at, mask=mask, other=0.0))
-        else:
-            shifted = at + first.to(tl.int64) * width if SPREAD else at  # type: ignore[attr-defined]
-            total = _wide(tl.load(_at(bases, 0, start, hidden) + shifted, mask=mask, other=0.0))
-            for peer in tl.static_range(1, SIZE):
-                total += _wide(tl.load(_at(bases, peer, start, hidden) + shifted, mask=mask, other=0.0))
+        total = _wide(parts[0])
+        for i in tl.static_range(1, 1 if SUMMED else SIZE):
+            total += _wide(parts[i])
+        row, next_at, next_mask = _tile(tile + programs, count, width, ROWS, COLUMNS)
+        parts = _parts(bases, start, hidden, begin, row, next_at, next_mask, num_rows, SIZE, SUMMED)
         new = (old + _wide(total.to(hidden.dtype.element_ty))).to(hidden.dtype.element_ty)
         tl.store(hidden + at, new, mask=mask)
         if NORM:

@@ -119,8 +119,8 @@ def value_up(latents: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> No
 
 
 def merge_columns(row_bytes: int, shared_bytes: int) -> int:
-    """Columns of values, of row_bytes of weights each, that a program of merge_up takes: fewer merge the same parts more
-    often, but the weights pass through shared memory, of which a program can get shared_bytes."""
+    """Columns of values, of row_bytes of weights each, that a program of merge_up takes. Fewer merge the same parts
+    more often, but weights pass through shared memory, of which a program can get shared_bytes."""
     return MERGE_BLOCK_V if MERGE_BLOCK_V * row_bytes <= 3 * shared_bytes // 4 else BLOCK_V
 
 

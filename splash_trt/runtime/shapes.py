@@ -20,6 +20,7 @@ TILE = 128
 _LEAST_ROWS = 256  # fewer take as long
 _FEW_ABSORBED = 64
 _SMALL_ROWS, _SEGMENTS = 2048, 64
+_APART = 512  # rows, of sizes above _SMALL_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def fit(size: int, sizes: Sequence[int]) -> int | None:
 class Shapes:
     """The shapes of one deployment.
 
-    Rows have sizes a quarter apart at most. Steps that also prefill come in many combinations: what costs little where
+    Rows have sizes a quarter apart, or 512. Steps that also prefill come in many combinations: what costs little where
     it is padding (absorbed rows, requests, wanted positions) has two sizes or one.
     """
 
@@ -75,7 +76,8 @@ class Shapes:
         self._most = config.max_batch_tokens
         self._block = config.context_block
         self._decode = decode
-        self._rows = ladder(min(_LEAST_ROWS, self._most), self._most, 4)
+        small = ladder(min(_LEAST_ROWS, self._most), min(_SMALL_ROWS, self._most), 4)
+        self._rows = [*small[:-1], *range(small[-1], self._most, _APART), self._most]
         self._absorbed = sorted({min(_FEW_ABSORBED, decode[-1]), decode[-1]}) if decode else []
 
     @property
