@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -134,12 +135,20 @@ class Api:
     def build(self, builder: Any, network: Any, config: Any, progress: Progress | None = None) -> bytes:
         """The serialised engine. BuildFailure names the network, and the node where TensorRT named one.
 
-        What `progress` raises, an interruption for one, ends the build and is raised here.
+        What `progress` raises ends the build at TensorRT's next step and is raised here, and so is an interruption.
         """
         self.log.errors.clear()
         monitor = _monitor(self.trt, progress or (lambda phase, done: None))
         config.progress_monitor = monitor
-        plan = builder.build_serialized_network(network, config)
+        # On a thread of its own: signals raise in the main thread alone, and what is raised in a function that TensorRT
+        # calls, its bindings print and forget.
+        with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as thread:
+            built = thread.submit(builder.build_serialized_network, network, config)
+            try:
+                plan = built.result()
+            except BaseException as error:
+                monitor.error = error
+                raise
         if monitor.error is not None:
             raise monitor.error
         if plan is None:
@@ -238,10 +247,11 @@ def _monitor(trt: Any, progress: Progress) -> Any:
         def step_complete(self, name: str, step: int) -> bool:
             begin, share, count = self.phases.get(name, (self.done, 0.0, 1))
             self.done = max(self.done, min(1.0, begin + share * (step + 1) / max(1, count)))
-            try:
-                progress(name, self.done)
-            except BaseException as error:  # no exception may pass through TensorRT's own frames
-                self.error = error
+            if self.error is None:
+                try:
+                    progress(name, self.done)
+                except BaseException as error:  # no exception may pass through TensorRT's own frames
+                    self.error = error
             return self.error is None
 
         def phase_finish(self, name: str) -> None:

@@ -40,7 +40,7 @@ def build_for_checkpoint(
             raise ValueError("target: this machine has no GPU to take it from; give one, such as --target sm_89,sm_120")
         targets = (gpu,)
     settings = PlanSettings(
-        targets=tuple(targets),
+        targets=tuple(sorted(set(targets), key=lambda name: (len(name), name))),
         ranks=_numbers(ranks),
         layouts=_layouts(layouts),
         dtype=dtype or model.dtype,

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+import msgspec
+
+LOCK = "lock"
+WRITING = "writing"  # a file that has no name of its own yet; a killed builder leaves one, and the next writes over it
+
+
+class Entry(msgspec.Struct, kw_only=True, frozen=True):
+    """What a plan in the cache must be."""
+
+    key: str
+    num_bytes: int
+    checksum: str
+    seconds: float
+    """What building it took."""
 
 
 class PlanCache:
-    """A folder of plans by key, each with a small file that says what it must be. Builders may share it."""
+    """A folder of plans by key, each with a small file that says what it must be. Builders may share it: the first to
+    add a plan wins, since TensorRT builds other bytes each time, and an engine says which ones it holds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -20,38 +35,59 @@ class PlanCache:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.plan"
 
-    def find(self, key: str) -> Mapping[str, Any] | None:
-        """What was said when it was added; None if it is missing, cut short or changed."""
+    def find(self, key: str) -> Entry | None:
+        """What was said when it was added; None if it is missing, cut short, changed or another one."""
         try:
-            entry = json.loads((self.folder / f"{key}.json").read_bytes())
+            entry = msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=Entry)
             data = self.path(key).read_bytes()
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # msgspec's errors are of the latter
             return None
-        fits = isinstance(entry, dict) and entry.get("checksum") == plan_checksum(data)
-        return entry if fits else None
+        return entry if (entry.key, entry.checksum) == (key, plan_checksum(data)) else None
 
-    def add(self, key: str, data: bytes, seconds: float) -> Mapping[str, Any]:
-        entry = {"num_bytes": len(data), "checksum": plan_checksum(data), "seconds": round(seconds, 3)}
+    def add(self, key: str, data: bytes, seconds: float) -> Entry:
+        """Keep a plan that was built, unless another builder has added one meanwhile; the entry of the one that is
+        kept. ValueError names the folder where it cannot be written."""
+        entry = Entry(key=key, num_bytes=len(data), checksum=plan_checksum(data), seconds=round(seconds, 3))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write(self.path(key), data)
-            self._write(self.folder / f"{key}.json", json.dumps(entry).encode())
+            with self._alone():
+                found = self.find(key)
+                if found is None:
+                    self._write(self.path(key), data)
+                    self._write(self.folder / f"{key}.json", msgspec.json.encode(entry))
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: cannot be written: {error.strerror or error}; choose another place with --plan-cache"
             ) from error
-        return entry
+        return found or entry
+
+    def read(self, key: str, checksum: str) -> bytes:
+        """A plan that was found or added. ValueError, naming the file and a remedy, if it is that one no longer."""
+        try:
+            data = self.path(key).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{self.path(key)}: cannot be read: {error.strerror or error}; {_AGAIN}") from error
+        if plan_checksum(data) != checksum:
+            raise ValueError(f"{self.path(key)}: was changed while it was in use; {_AGAIN}")
+        return data
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Until it ends, nobody else adds anything. A process that dies lets go."""
+        descriptor = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _write(self, path: Path, data: bytes) -> None:
         """Whole or not at all."""
-        descriptor, name = tempfile.mkstemp(dir=self.folder, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(name, path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        (self.folder / WRITING).write_bytes(data)
+        os.replace(self.folder / WRITING, path)
+
+
+_AGAIN = "build again, or choose another place with --plan-cache"
 
 
 def plan_checksum(data: bytes) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from splash_engines.tensorrt.cache import PlanCache
+from splash_engines.tensorrt.cache import Entry, PlanCache
 from splash_engines.tensorrt.graph import Graph
 from splash_engines.tensorrt.segments import SEGMENTS, Lowering
 from splash_engines.tensorrt.sizes import Sizes, sizes_of
@@ -27,6 +27,8 @@ RECIPE = 1
 """Counts up when plans of the same network are to be built in another way."""
 SMALL_EXPERTS = 32
 """Up to so many experts, the form that computes all of them for every token is worth having."""
+MOST_RANKS, MOST_TOKENS, MOST_PAGE_TOKENS = 1024, 1 << 20, 4096
+"""What a server can be started with (EngineConfig)."""
 
 Range = tuple[int, int, int]
 """Least, best and largest size of a dimension."""
@@ -58,13 +60,18 @@ class PlanSettings:
     """Sums over ranks are DistCollective layers in the networks of layouts whose tokens are everywhere."""
 
     def __post_init__(self) -> None:
-        if not self.ranks or min(self.ranks) < 1:
-            raise ValueError(f"ranks: {self.ranks} must be one or more numbers of at least 1")
+        if not self.ranks or min(self.ranks) < 1 or max(self.ranks) > MOST_RANKS:
+            given = ",".join(map(str, self.ranks))
+            raise ValueError(f"ranks: {given!r} must be one or more numbers from 1 to {MOST_RANKS}, such as 1,2,4")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: {self.dtype!r} is none that networks are built in; give bfloat16 or float32")
-        for name in ("max_batch_tokens", "context_block_tokens", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        for name, most in (
+            ("max_batch_tokens", MOST_TOKENS),
+            ("context_block_tokens", MOST_TOKENS),
+            ("page_tokens", MOST_PAGE_TOKENS),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}: {getattr(self, name)} is not from 1 to {most}")
 
     def form_for(self, model: ModelConfig) -> Form:
         if self.form is not None:
@@ -163,7 +170,7 @@ def build_plans(
             data = api.build(builder, graph.network, config, report)
             entry = cache.add(key, data, time.monotonic() - begin)
         plans[key] = _plan(key, kind, graph, entry)
-        seconds[key] = entry["seconds"]
+        seconds[key] = entry.seconds
     if progress is not None:
         progress("", 1.0)
     found = PlanSet(
@@ -235,7 +242,7 @@ def _profile(builder: Any, graph: Graph, ranges: Mapping[str, Range]) -> Any:
     return profile
 
 
-def _plan(key: str, kind: str, graph: Graph, entry: Mapping[str, Any]) -> Plan:
+def _plan(key: str, kind: str, graph: Graph, entry: Entry) -> Plan:
     network = graph.network
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
@@ -245,8 +252,8 @@ def _plan(key: str, kind: str, graph: Graph, entry: Mapping[str, Any]) -> Plan:
         num_layers=network.num_layers,
         inputs=_tensors(inputs),
         outputs=_tensors(outputs),
-        num_bytes=entry["num_bytes"],
-        checksum=entry["checksum"],
+        num_bytes=entry.num_bytes,
+        checksum=entry.checksum,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -34,7 +33,7 @@ class _Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def write_plans(plans: PlanSet, cache: PlanCache, folder: Path) -> list[StoredFile]:
     """Put plans into `folder`, an engine that is being built; what to say of the files in its manifest.
 
-    Raises ValueError, naming the path and a remedy, where it cannot be written.
+    Raises ValueError, naming the path and a remedy, where it cannot be written, or the cache has other plans by now.
     """
     target = folder / FOLDER
     body = msgspec.json.encode(plans, order="deterministic")
@@ -45,11 +44,10 @@ def write_plans(plans: PlanSet, cache: PlanCache, folder: Path) -> list[StoredFi
         target.mkdir()
         (target / INDEX).write_bytes(index)
         stored.append(_stored(INDEX, index, len(index)))
-        for key in sorted(plans.plans):
-            shutil.copyfile(cache.path(key), target / f"{key}.plan")
-            with cache.path(key).open("rb") as file:
-                begin = file.read(CHECKED_BYTES)
-            stored.append(_stored(f"{key}.plan", begin, plans.plans[key].num_bytes))
+        for key, plan in sorted(plans.plans.items()):
+            data = cache.read(key, plan.checksum)
+            (target / f"{key}.plan").write_bytes(data)
+            stored.append(_stored(f"{key}.plan", data[:CHECKED_BYTES], len(data)))
     return stored
 
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +22,10 @@ from splash_engines.open import format_inspection, inspect_engine, open_engine
 from splash_engines.tensorrt import segments
 from splash_engines.tensorrt.cache import PlanCache
 from splash_engines.tensorrt.graph import Graph
-from splash_engines.tensorrt.plans import Form, PlanSettings, build_plans
+from splash_engines.tensorrt.plans import Form, PlanSet, PlanSettings, build_plans
 from splash_engines.tensorrt.segments import Lowering
 from splash_engines.tensorrt.sizes import sizes_of
-from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of
+from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of, write_plans
 from splash_engines.trt_api import BuildFailure
 from splash_trt.cli import commands
 from splash_trt.config import Layout
@@ -183,11 +190,62 @@ def test_a_damaged_cache(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tm
         lambda: plan.unlink(),
         lambda: entry.write_text("{"),
         lambda: entry.write_text("[]"),
+        lambda: entry.write_bytes(entry.read_bytes().replace(b"seconds", b"minutes")),
+        lambda: entry.write_bytes(entry.read_bytes().replace(plan.stem.encode(), b"another plan's key")),
         lambda: entry.unlink(),
     ):
         damage()
         assert [build(), build()] == [False, True]
-    assert len(times) == 6
+    assert len(times) == 8
+    assert {path.name for path in tmp_path.iterdir()} == {plan.name, entry.name, "lock"}
+
+
+def test_two_builders_of_one_cache(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """TensorRT builds other bytes each time; each engine has the plans that its index names, whoever built them."""
+    only(monkeypatch, v_up=segments.v_up)
+    first, second = api(), api()
+    others: list[PlanSet] = []
+
+    def late(*arguments: Any) -> bytes:
+        monkeypatch.setattr(second, "build", lambda *arguments: b"another builder's plan")
+        others.append(build_plans(second, model, small(), PlanCache(tmp_path / "cache")).plans)
+        return b"what comes second"
+
+    monkeypatch.setattr(first, "build", late)
+    cache = PlanCache(tmp_path / "cache")
+    late_plans = build_plans(first, model, small(), cache).plans
+    assert late_plans == others[0]
+    (tmp_path / "engine").mkdir()
+    write_plans(late_plans, cache, tmp_path / "engine")
+    (plan,) = read_plans(tmp_path / "engine").plans.values()
+    assert plan_bytes(tmp_path / "engine", plan) == b"another builder's plan"
+
+    for damage, message in (
+        (lambda: cache.path(plan.key).write_bytes(b"else"), "was changed while it was in use; build again"),
+        (lambda: cache.path(plan.key).unlink(), "cannot be read: No such file or directory; build again"),
+    ):
+        damage()
+        (tmp_path / message[:3]).mkdir()
+        with pytest.raises(ValueError, match=message):
+            write_plans(late_plans, cache, tmp_path / message[:3])
+
+
+def test_what_a_killed_builder_leaves(tmp_path: Path) -> None:
+    """Neither its lock nor the file that it was writing is in the way."""
+    cache = PlanCache(tmp_path)
+    killed = (
+        "import fcntl, os, signal\n"
+        f"file = open({str(tmp_path / 'lock')!r}, 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        f"open({str(tmp_path / 'writing')!r}, 'w').write('half a pl')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == -signal.SIGKILL
+    (tmp_path / "key.plan").write_bytes(b"half a pl")  # named, but nothing says yet what it must be
+    assert cache.find("key") is None
+    entry = cache.add("key", b"a whole plan", 0.5)
+    assert cache.find("key") == entry and cache.read("key", entry.checksum) == b"a whole plan"
+    assert {path.name for path in tmp_path.iterdir()} == {"key.plan", "key.json", "lock"}
 
 
 def test_a_damaged_engine(built: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -266,6 +324,27 @@ def test_an_interrupted_build(model: ModelConfig, monkeypatch: pytest.MonkeyPatc
     assert {kind for kind, _ in told} == {"attention_in"}
 
 
+def test_a_signal_while_tensorrt_is_at_work(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever TensorRT is when it comes: its bindings swallow what a function that it calls raises."""
+    only(monkeypatch, attention_in=segments.attention_in)
+    for delay in (0.0, 0.003, 0.01, 0.03):
+        began: list[str] = []
+
+        def progress(kind: str, done: float, delay: float = delay, began: list[str] = began) -> None:
+            if done > 0.05 and not began:
+                began.append(kind)
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):  # longer than the delay: a signal that was lost must not come after this
+                build_plans(api(), model, small(), PlanCache(tmp_path), progress)
+                shutil.rmtree(tmp_path)
+            time.sleep(1)
+            pytest.fail("the interruption was lost")
+
+
 def test_nodes_say_what_they_are(model: ModelConfig) -> None:
     """Paths are unique, begin with the segment, and metadata is JSON of what the node is for."""
     known = api()
@@ -297,7 +376,11 @@ def test_nodes_say_what_they_are(model: ModelConfig) -> None:
         (["--target", "sm_90"], "--target: sm_90 is none that"),
         ([], "--target: this machine has no GPU"),
         (["--target", "sm_89", "--ranks", "two"], "--ranks: 'two' must be numbers"),
-        (["--target", "sm_89", "--ranks", "0"], "--ranks: "),
+        (["--target", "sm_89", "--ranks", "0"], "--ranks: '0' must be one or more numbers from 1 to 1024"),
+        (["--target", "sm_89", "--ranks", ""], "--ranks: '' must be one or more"),
+        (["--target", "sm_89", "--ranks", "1025"], "--ranks: '1025' must be"),
+        (["--target", "sm_89", "--max-batch-tokens", "4000000000"], "--max-batch-tokens: 4000000000 is not from 1 to"),
+        (["--target", "sm_89", "--page-tokens", "4000000000"], "--page-tokens: 4000000000 is not from 1 to 4096"),
         (["--target", "sm_89", "--layouts", "tp,ep"], "--layouts: 'ep'"),
         (["--target", "sm_89", "--dtype", "float64"], "--dtype: 'float64' is none that networks are built in"),
     ],
