@@ -88,19 +88,21 @@ class Shapes:
 
     def before(self, layout: Layout) -> list[Shape]:
         """Those that are to be captured before a request waits for them, the largest first: a step that decodes, of
-        every size; one that also prefills whole prompts, dealt out evenly where tokens are spread; and a full one whose
-        first prompt began before."""
-        decoding = [self._decoding(layout, size) for size in self._decode]
+        every size; one that also prefills whole prompts, dealt out evenly where tokens are spread, or under DP a single
+        one; and large ones whose first prompt, or only one, began before."""
+        shapes: list[Shape | None] = [self._decoding(layout, size) for size in self._decode]
         ranks = self._num_ranks if self._spread(layout) else 1
         full = -(-self._most // ranks)
-        mixed = [
-            self._mixed(layout, rows, min(ranks * rows, self._most), absorbed, context)
-            for rows in self._rows
-            if rows < 2 * full
-            for absorbed in self._absorbed_sizes(rows)
-            for context in ((0, rows + 1) if rows >= full else (0,))
-        ]
-        found = dict.fromkeys(shape for shape in decoding + mixed if shape is not None)
+        for rows in self._rows if self._decode else ():
+            sizes = self._absorbed_sizes(rows)
+            contexts = [0] + [self._block] * (2 * rows >= self._most)
+            if layout is Layout.DP:
+                shapes += [self._mixed(layout, rows, rows, sizes[0], context) for context in contexts]
+            contexts += [rows + 1] * (rows >= full)
+            if 2 * rows <= 3 * full:
+                total = min(ranks * rows, self._most)
+                shapes += [self._mixed(layout, rows, total, size, context) for size in sizes for context in contexts]
+        found = dict.fromkeys(shape for shape in shapes if shape is not None)
         return sorted(found, key=lambda shape: -shape.stacked)
 
     def of(self, plan: Plan, ranks: np.ndarray) -> Shape | None:
