@@ -30,10 +30,13 @@ def choose_kernels(
     kernels: Kernels, registry: Registry, sizes: Mapping[str, Dims], dtype: torch.dtype, rows: Sequence[int]
 ) -> tuple[Kernels, list[Used]]:
     """On all ranks together, as the registry is. kernels: our own. sizes: of each operation, but for the tokens. rows:
-    ascending, those that steps are padded to; at others our own is used."""
+    ascending, those that steps are padded to; at others our own is used. RuntimeError if not even ours is right."""
     told: list[Used] = []
     for name, dims in sizes.items():
-        choices = {count: registry.choose(name, {"tokens": count, **dims}, dtype) for count in rows}
+        try:
+            choices = {count: registry.choose(name, {"tokens": count, **dims}, dtype) for count in rows}
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; --operators own leaves others' out and checks nothing") from error
         others = {count: choice.function for count, choice in choices.items() if choice.used != OWN}
         if others:
             changed: dict[str, Any] = {name: _by_rows(getattr(kernels, name), others)}

@@ -46,7 +46,7 @@ def _others(operation: Operation) -> list[Candidate]:
 def project_in(here: Here, kernels: Kernels) -> Operation:
     product = fused_a(here)
     candidates = (own(kernels.project_in), *_others(product))
-    return dataclasses.replace(product, name="project_in", candidates=candidates)
+    return dataclasses.replace(product, name="project_in", candidates=candidates, captured=True)
 
 
 def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
@@ -69,6 +69,7 @@ def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
         disagreement=_routes_disagree(experts.num_experts),
         candidates=(own(kernels.route), *(_chosen_from(c, kernels) for c in _others(router_product(here)))),
         filled=2,
+        captured=True,
     )
 
 

@@ -28,6 +28,9 @@ Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
 CHECKS = 2  # rounds of fresh inputs that a candidate has to get right
 COLD_BYTES = 128 << 20  # of inputs that calls take in turn: more than a GPU's L2 holds, as a step's weights are
 MOST_INPUTS = 16
+GUARD_BYTES = 1 << 20  # before and behind each tensor that is handed to a candidate
+GUARD = 0xA5
+CHANGED = 1e-2  # relative error of an argument that is changed in place
 MICROSECONDS = 1e6
 
 
@@ -82,7 +85,10 @@ class Operation:
     """(the reference's result, a candidate's) to how they differ by more than they may; None: they agree."""
     candidates: tuple[Candidate, ...]
     filled: int = 0
-    """So many of the last arguments are the result, which a function fills; 0: it returns its result."""
+    """So many of the last arguments are the result, which a function fills; 0: it returns its result. Of the others
+    a candidate may change those that the reference changes, to the same."""
+    captured: bool = False
+    """On a GPU it is called in CUDA graphs, so that what cannot be captured cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class Registry:
 
     def _loaded(self, fit: Sequence[Candidate], findings: dict[str, Finding]) -> dict[str, Function]:
         """The functions that every rank has; notes which are absent."""
-        found = {candidate.name: candidate.load() for candidate in fit}
+        found = {candidate.name: _load(candidate) for candidate in fit}
         absent = {name: why for name, why in found.items() if isinstance(why, str)}
         if not (len(fit) == 1 and fit[0].trusted):
             absent = self._reasons(absent)
@@ -167,23 +173,21 @@ class Registry:
     def _measured(
         self, operation: Operation, case: Case, usable: Mapping[str, Function], findings: dict[str, Finding]
     ) -> dict[str, float]:
-        """The time in seconds of each that is right on every rank; notes which are wrong."""
+        """The time in seconds of each that is right on every rank; notes which are wrong.
+
+        All are checked before any is timed: timed calls may change their inputs.
+        """
         generator = torch.Generator(device=case.device)
         rounds = [operation.inputs(case, generator.manual_seed(seed)) for seed in range(CHECKS)]
-        expected = [_result(operation, operation.reference, arguments) for arguments in rounds]
+        expected = [_called(operation, operation.reference, arguments) for arguments in rounds]
         turns = self._turns(operation, case, rounds) if usable else rounds
-        wrong: dict[str, str] = {}
-        times: dict[str, float] = {}
-        for name, function in usable.items():
-            why = _defect(operation, function, rounds, expected)
-            if why is None:
-                times[name] = self._time(function, turns)
-            else:
-                wrong[name] = why
-        wrong = self._reasons(wrong)
+        defects = {name: _defect(operation, function, rounds, expected) for name, function in usable.items()}
+        wrong = self._reasons({name: why for name, why in defects.items() if why is not None})
+        right = [name for name in usable if name not in wrong]
+        everywhere = self._gather({name: self._time(operation, usable[name], turns) for name in right})
+        wrong |= _united([{name: t for name, t in told.items() if isinstance(t, str)} for told in everywhere])
         findings |= {name: Finding(name, Verdict.WRONG, why) for name, why in wrong.items()}
-        everywhere = self._gather(times)
-        return {name: max(told[name] for told in everywhere) for name in usable if name not in wrong}
+        return {name: max(told[name] for told in everywhere) for name in right if name not in wrong}
 
     def _turns(self, operation: Operation, case: Case, rounds: list[Sequence[Any]]) -> list[Sequence[Any]]:
         """Inputs for calls that are timed. On a GPU as many as keep one call's from being in the cache at the next."""
@@ -195,19 +199,42 @@ class Registry:
         more = [operation.inputs(case, generator.manual_seed(seed)) for seed in range(CHECKS, count)]
         return [*rounds, *more][:count]
 
-    def _time(self, function: Function, turns: Sequence[Sequence[Any]]) -> float:
+    def _time(self, operation: Operation, function: Function, turns: Sequence[Sequence[Any]]) -> float | str:
+        """Seconds; or how it failed after all."""
         turn = itertools.cycle(turns)
-        return self._timer(lambda: function(*next(turn)))
+        timer = captured_seconds if operation.captured and self._timer is gpu_seconds else self._timer
+        try:
+            return timer(lambda: function(*next(turn)))
+        except Exception as error:  # as in _defect
+            return _failure(error)
 
     def _reasons(self, mine: dict[str, str]) -> dict[str, str]:
-        """What any rank says against a candidate, by its name; with the rank, unless all say it."""
-        everywhere = self._gather(mine)
-        found: dict[str, str] = {}
-        for rank, told in enumerate(everywhere):
-            for name, why in told.items():
-                common = all(other.get(name) == why for other in everywhere)
-                found.setdefault(name, why if common else f"rank {rank}: {why}")
-        return found
+        return _united(self._gather(mine))
+
+
+def _united(everywhere: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What any rank says against a candidate, by its name; with the rank, unless all say it."""
+    found: dict[str, str] = {}
+    for rank, told in enumerate(everywhere):
+        for name, why in told.items():
+            common = all(other.get(name) == why for other in everywhere)
+            found.setdefault(name, why if common else f"rank {rank}: {why}")
+    return found
+
+
+def _load(candidate: Candidate) -> Function | str:
+    try:
+        return candidate.load()
+    except Exception as error:  # as in _defect
+        return f"it does not load: {_said(error)}"
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _failure(error: Exception) -> str:
+    return f"it failed: {_said(error)}"
 
 
 def _judge(finding: Finding | None, name: str, best: str, times: Mapping[str, float]) -> Finding:
@@ -219,33 +246,64 @@ def _judge(finding: Finding | None, name: str, best: str, times: Mapping[str, fl
     return Finding(name, Verdict.SLOWER, f"{times[name] / times[best]:.2f} times as long", microseconds)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What a call gave, and what became of its other arguments."""
+
+    result: Any
+    others: Sequence[Any]
+
+
 def _defect(
-    operation: Operation, function: Function, rounds: Sequence[Sequence[Any]], expected: Sequence[Any]
+    operation: Operation, function: Function, rounds: Sequence[Sequence[Any]], expected: Sequence[_Call]
 ) -> str | None:
     """How a function disagrees with the reference; None: in no round."""
     for arguments, right in zip(rounds, expected, strict=True):
         try:
-            wrong = operation.disagreement(right, _result(operation, function, arguments))
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            wrong = f"it failed: {' '.join(str(error).split())[:200]}"
+            call = _called(operation, function, arguments)
+            wrong = operation.disagreement(right.result, call.result) or _harm(arguments, right.others, call.others)
+        except Exception as error:  # others' code, which may raise anything: this rank must not leave the others alone
+            wrong = _failure(error)
         if wrong is not None:
             return wrong
     return None
 
 
-def _result(operation: Operation, function: Function, arguments: Sequence[Any]) -> Any:
-    """What a call gives: one tensor if it fills one, a tuple if it fills several."""
-    own = _copies(arguments)
+def _called(operation: Operation, function: Function, arguments: Sequence[Any]) -> _Call:
+    """One tensor if it fills one, a tuple if it fills several. RuntimeError if it writes beside its arguments."""
+    guards: list[torch.Tensor] = []
+    own = [_guarded(a, guards) if isinstance(a, torch.Tensor) else a for a in arguments]
     returned = function(*own)
+    if any(bool((guard != GUARD).any()) for guard in guards):
+        raise RuntimeError("it wrote outside of its arguments")
     if not operation.filled:
-        return returned
+        return _Call(returned, own)
     filled = own[-operation.filled :]
-    return filled[0] if operation.filled == 1 else tuple(filled)
+    return _Call(filled[0] if operation.filled == 1 else tuple(filled), own[: -operation.filled])
 
 
-def _copies(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments of their own for each call: some operations write into theirs."""
-    return [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+def _guarded(a: torch.Tensor, guards: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of its own for each call, with guards before and behind it."""
+    around = torch.full((2 * GUARD_BYTES + a.nbytes,), GUARD, dtype=torch.uint8, device=a.device)
+    before, inside, behind = around.split((GUARD_BYTES, a.nbytes, GUARD_BYTES))
+    guards += [before, behind]
+    return inside.view(a.dtype).view(a.shape).copy_(a)
+
+
+def _harm(before: Sequence[Any], right: Sequence[Any], got: Sequence[Any]) -> str | None:
+    """What a call did to arguments that are no result of it; None: what the reference did."""
+    for index, (old, want, new) in enumerate(zip(before, right, got, strict=False)):
+        if isinstance(old, torch.Tensor):
+            if _same(old, want):
+                if not _same(old, new):
+                    return f"it changed argument {index}, which is for reading"
+            elif (wrong := relative_error(CHANGED)(want, new)) is not None:
+                return f"argument {index}, which it is to change: {wrong}"
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def relative_error(limit: float) -> Callable[[Any, Any], str | None]:
@@ -272,14 +330,19 @@ def cpu_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(taken)
 
 
-def gpu_seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 20) -> float:
-    """Median over replays of a CUDA graph of `calls` calls, a call; of plain launches where it cannot be captured."""
+def captured_seconds(call: Callable[[], Any]) -> float:
+    """As gpu_seconds, of what can be captured. RuntimeError if it cannot."""
+    return gpu_seconds(call, plainly=False)
+
+
+def gpu_seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 20, plainly: bool = True) -> float:
+    """Median over replays of a CUDA graph of `calls` calls, a call; plainly: of launches where none can be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
-        run = _captured(call, calls, stream)
+        run = _captured(call, calls, stream, plainly)
         taken = []
         for _ in range(repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -292,7 +355,7 @@ def gpu_seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 20) -> f
     return statistics.median(taken[1:])
 
 
-def _captured(call: Callable[[], Any], calls: int, stream: torch.cuda.Stream) -> Callable[[], Any]:
+def _captured(call: Callable[[], Any], calls: int, stream: torch.cuda.Stream, plainly: bool) -> Callable[[], Any]:
     def plain() -> None:
         for _ in range(calls):
             call()
@@ -302,6 +365,8 @@ def _captured(call: Callable[[], Any], calls: int, stream: torch.cuda.Stream) ->
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             plain()
-    except RuntimeError:
-        return plain  # it waits for the device or allocates by itself
+    except RuntimeError as error:  # it waits for the device or allocates by itself
+        if not plainly:
+            raise RuntimeError(f"it cannot be captured in a CUDA graph: {_said(error)}") from error
+        return plain
     return graph.replay

@@ -26,8 +26,7 @@ def folder(tmp_path: Path) -> Path:
             name = "dp0" if layout is Layout.DP else f"tp{rank}"
             entry = cache.add(name, f"bytes of {name}".encode(), 1.0)
             made = plan_of(network(f"up/{name}"))
-            stored = {name: entry[name] for name in ("checksum", "num_bytes")}
-            plans[name] = dataclasses.replace(made, key=name, **stored)
+            plans[name] = dataclasses.replace(made, key=name, checksum=entry.checksum, num_bytes=entry.num_bytes)
             uses.append(Use(num_ranks=2, layout=layout, rank=rank, plans={"up": name}))
     settings = PlanSettings(targets=("sm_89",), ranks=(2,), layouts=(Layout.TP, Layout.DP))
     plan_set = PlanSet(builder="stand-in 1.0", settings=settings, form=Form.PLUGIN, plans=plans, uses=tuple(uses))

@@ -149,6 +149,13 @@ def test_ours_has_to_be_right_where_it_has_a_rival() -> None:
     torch.testing.assert_close(kernels.project_in(x, w), REFERENCE.project_in(x, w))
 
 
+def test_nothing_right_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = dataclasses.replace(REFERENCE, project_in=lambda x, w: REFERENCE.project_in(x, w) * 2)
+    monkeypatch.setitem(OPERATORS, "dsv3_fused_a_gemm_op", lambda a, b, bias, dtype: a @ b * torch.nan)
+    with pytest.raises(RuntimeError, match="project_in .*no candidate .*own: wrong.*gemm_op: wrong.*--operators own"):
+        choose(FASTER, rows=(1,), kernels=broken)
+
+
 class TestRoutesThatAreTestedWith:
     """Tokens whose experts no order of summation changes, a quarter of them padding."""
 
