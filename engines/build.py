@@ -48,6 +48,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+MARKERS = (MANIFEST, WEIGHTS)
+"""Files by which an engine's folder is known."""
 CHUNK_BYTES = 1 << 20
 """What one checksum covers, rounded up to whole rows: the excess that a rank reads at each end of its part."""
 BLOCK_BYTES = 1 << 26
@@ -148,7 +150,7 @@ def build_engine(
     checkpoint = _Checkpoint(model_dir)
     out = out.resolve()
     copied, referred = _divide(checkpoint, self_contained)
-    with whole_folder(out, markers=(MANIFEST, WEIGHTS), overwrite=overwrite) as folder:
+    with whole_folder(out, markers=MARKERS, overwrite=overwrite) as folder:
         _check_space(out, sum(item.num_bytes for item in copied))
         more = beside(folder) if beside else []
         manifest = _fill(folder, out, checkpoint, copied, referred, more, progress or (lambda what, done, total: None))

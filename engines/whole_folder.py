@@ -40,7 +40,7 @@ def whole_folder(out: Path, *, markers: Sequence[str], overwrite: bool) -> Itera
     while this process lives: that tells it from what a killed process has left, which is removed here.
     Raises ValueError, naming the path and a remedy, where `out` is in use or cannot be written.
     """
-    _check_target(out, markers, overwrite)
+    check_target(out, markers, overwrite)
     prefix = f".{out.name}.building-"
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,8 @@ def whole_folder(out: Path, *, markers: Sequence[str], overwrite: bool) -> Itera
         os.close(lock)
 
 
-def _check_target(out: Path, markers: Sequence[str], overwrite: bool) -> None:
+def check_target(out: Path, markers: Sequence[str], overwrite: bool) -> None:
+    """ValueError, with a remedy, where whole_folder would not put a folder at `out`."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -92,7 +93,7 @@ def _locked(folder: Path) -> bool:
 
 
 def _rename(folder: Path, out: Path, prefix: str, markers: Sequence[str], overwrite: bool) -> None:
-    _check_target(out, markers, overwrite)  # another build may have come first
+    check_target(out, markers, overwrite)  # another build may have come first
     if not (overwrite and out.exists()):
         folder.rename(out)
         return

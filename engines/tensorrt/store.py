@@ -16,6 +16,8 @@ FORMAT = "splash-trt plans"
 VERSION = 1
 FOLDER = "plans"
 INDEX = "plans.json"
+MARKERS = (f"{FOLDER}/{INDEX}",)
+"""Files by which a folder of plans alone is known."""
 MAX_INDEX_BYTES = 50_000_000
 CHECKED_BYTES = 4096  # of a plan whenever the engine is opened; all of it when it is loaded
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from splash_trt.commands.plans import build_plans_beside, build_plans_only, plan_options
+from splash_trt.commands.plans import build_plans_beside, build_plans_only, check_out, plan_options
 from splash_trt.options import or_fail
 
 
@@ -22,6 +22,7 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
     """Make an engine: one folder for any number of ranks and every layout."""
     from splash_engines.build import build_engine
 
+    check_out(out, plans["plans_only"], overwrite)
     beside = build_plans_beside(model, plans)
     if beside is not None and plans["plans_only"]:
         build_plans_only(beside, out, overwrite)
@@ -46,8 +47,10 @@ def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
     """Say what an engine holds. With --ops, what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
     from splash_engines.inspect_operations import DEEPSEEK_EXPERTS, DEEPSEEK_V3_2, format_operations, sizes_of
     from splash_engines.kernels_reference import REFERENCE
+    from splash_engines.manifest import MANIFEST
     from splash_engines.open import format_inspection, inspect_engine, open_engine
     from splash_engines.operations import this_machine
+    from splash_engines.tensorrt.store import describe_plans, has_plans
 
     if ops:
         machine, kernels = this_machine(), REFERENCE
@@ -62,5 +65,7 @@ def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
         click.echo(format_operations(machine, kernels, sizes, experts, tokens))
     elif engine is None:
         raise click.UsageError("Missing argument 'ENGINE'.")
+    elif has_plans(engine) and not (engine / MANIFEST).exists():
+        click.echo(f"plans                 {describe_plans(engine)}\n(plans alone: no weights, nothing to serve)")
     else:
         click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))

@@ -61,6 +61,9 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def build_plans_beside(model_dir: Path, options: dict[str, Any]) -> Beside | None:
     """Build what --engine tensorrt asks for, with a progress bar; None for --engine torch."""
     if options["engine"] == "torch":
+        for name in ("target", "dtype", "form", "plans_only"):
+            if options[name]:
+                raise click.UsageError(f"--{name.replace('_', '-')} is of plans, which --engine tensorrt builds")
         return None
     from splash_engines.tensorrt.build import build_for_checkpoint
     from splash_engines.tensorrt.store import write_plans
@@ -92,13 +95,22 @@ def build_plans_beside(model_dir: Path, options: dict[str, Any]) -> Beside | Non
     return lambda folder: write_plans(plans, cache, folder)
 
 
+def check_out(out: Path, plans_only: bool, overwrite: bool) -> None:
+    """Plans take minutes: what is wrong with their place is said before."""
+    from splash_engines.build import MARKERS
+    from splash_engines.tensorrt.store import MARKERS as OF_PLANS_ONLY
+    from splash_engines.whole_folder import check_target
+
+    or_fail(lambda: check_target(out.resolve(), OF_PLANS_ONLY if plans_only else MARKERS, overwrite))
+
+
 def build_plans_only(beside: Beside, out: Path, overwrite: bool) -> None:
     """A folder that holds plans and nothing else."""
-    from splash_engines.tensorrt.store import FOLDER, INDEX
+    from splash_engines.tensorrt.store import MARKERS
     from splash_engines.whole_folder import whole_folder
 
     def build() -> None:
-        with whole_folder(out.resolve(), markers=(f"{FOLDER}/{INDEX}",), overwrite=overwrite) as folder:
+        with whole_folder(out.resolve(), markers=MARKERS, overwrite=overwrite) as folder:
             beside(folder)
 
     or_fail(build)

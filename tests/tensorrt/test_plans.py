@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +20,10 @@ from splash_engines.open import format_inspection, inspect_engine, open_engine
 from splash_engines.tensorrt import segments
 from splash_engines.tensorrt.cache import PlanCache
 from splash_engines.tensorrt.graph import Graph
-from splash_engines.tensorrt.plans import Form, PlanSet, PlanSettings, build_plans
+from splash_engines.tensorrt.plans import Form, PlanSettings, build_plans
 from splash_engines.tensorrt.segments import Lowering
 from splash_engines.tensorrt.sizes import sizes_of
-from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of, write_plans
+from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of
 from splash_engines.trt_api import BuildFailure
 from splash_trt.cli import commands
 from splash_trt.config import Layout
@@ -124,6 +122,8 @@ def test_again_from_the_cache(built: tuple[Path, Path, str], tmp_path: Path) -> 
     arguments = ["--model", str(DEMO), "--target", ",".join(TARGETS), "--ranks", "2", "--plan-cache", str(cache)]
     done = command("--out", str(tmp_path / "again"), "--plans-only", *arguments)
     assert done.exit_code == 0 and "the others built in 0.0 s" in done.output
+    seen = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again")])
+    assert "by tensorrt_rtx 1.7.1.116 for sm_89, sm_120" in seen.output and "plans alone" in seen.output, seen.output
     index = Path("plans") / "plans.json"
     assert (tmp_path / "again" / index).read_bytes() == (folder / index).read_bytes()
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["plans"]
@@ -167,85 +167,6 @@ def test_what_a_key_depends_on(model: ModelConfig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(known, "version", "1.8")
     others.append(key(small()))
     assert len({base, *others}) == len(others) + 1
-
-
-def test_a_damaged_cache(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is cut short, changed or half there is built again."""
-    only(monkeypatch, v_up=segments.v_up)
-    known, cache = api(), PlanCache(tmp_path)
-    times = []
-    monkeypatch.setattr(known, "build", lambda *arguments: times.append(1) or b"a plan of some bytes")
-
-    def build() -> bool:
-        built = build_plans(known, model, small(), cache)
-        (key,) = built.plans.plans
-        assert cache.path(key).read_bytes() == b"a plan of some bytes"
-        return key in built.cached
-
-    assert [build(), build()] == [False, True]
-    (plan,) = tmp_path.glob("*.plan")
-    (entry,) = tmp_path.glob("*.json")
-    for damage in (
-        lambda: plan.write_bytes(plan.read_bytes()[:-1]),
-        lambda: plan.unlink(),
-        lambda: entry.write_text("{"),
-        lambda: entry.write_text("[]"),
-        lambda: entry.write_bytes(entry.read_bytes().replace(b"seconds", b"minutes")),
-        lambda: entry.write_bytes(entry.read_bytes().replace(plan.stem.encode(), b"another plan's key")),
-        lambda: entry.unlink(),
-    ):
-        damage()
-        assert [build(), build()] == [False, True]
-    assert len(times) == 8
-    assert {path.name for path in tmp_path.iterdir()} == {plan.name, entry.name, "lock"}
-
-
-def test_two_builders_of_one_cache(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """TensorRT builds other bytes each time; each engine has the plans that its index names, whoever built them."""
-    only(monkeypatch, v_up=segments.v_up)
-    first, second = api(), api()
-    others: list[PlanSet] = []
-
-    def late(*arguments: Any) -> bytes:
-        monkeypatch.setattr(second, "build", lambda *arguments: b"another builder's plan")
-        others.append(build_plans(second, model, small(), PlanCache(tmp_path / "cache")).plans)
-        return b"what comes second"
-
-    monkeypatch.setattr(first, "build", late)
-    cache = PlanCache(tmp_path / "cache")
-    late_plans = build_plans(first, model, small(), cache).plans
-    assert late_plans == others[0]
-    (tmp_path / "engine").mkdir()
-    write_plans(late_plans, cache, tmp_path / "engine")
-    (plan,) = read_plans(tmp_path / "engine").plans.values()
-    assert plan_bytes(tmp_path / "engine", plan) == b"another builder's plan"
-
-    for damage, message in (
-        (lambda: cache.path(plan.key).write_bytes(b"else"), "was changed while it was in use; build again"),
-        (lambda: cache.path(plan.key).unlink(), "cannot be read: No such file or directory; build again"),
-    ):
-        damage()
-        (tmp_path / message[:3]).mkdir()
-        with pytest.raises(ValueError, match=message):
-            write_plans(late_plans, cache, tmp_path / message[:3])
-
-
-def test_what_a_killed_builder_leaves(tmp_path: Path) -> None:
-    """Neither its lock nor the file that it was writing is in the way."""
-    cache = PlanCache(tmp_path)
-    killed = (
-        "import fcntl, os, signal\n"
-        f"file = open({str(tmp_path / 'lock')!r}, 'w')\n"
-        "fcntl.flock(file, fcntl.LOCK_EX)\n"
-        f"open({str(tmp_path / 'writing')!r}, 'w').write('half a pl')\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", killed]).returncode == -signal.SIGKILL
-    (tmp_path / "key.plan").write_bytes(b"half a pl")  # named, but nothing says yet what it must be
-    assert cache.find("key") is None
-    entry = cache.add("key", b"a whole plan", 0.5)
-    assert cache.find("key") == entry and cache.read("key", entry.checksum) == b"a whole plan"
-    assert {path.name for path in tmp_path.iterdir()} == {"key.plan", "key.json", "lock"}
 
 
 def test_a_damaged_engine(built: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -389,3 +310,25 @@ def test_wrong_options(tmp_path: Path, arguments: list[str], message: str, monke
     monkeypatch.setattr("splash_engines.tensorrt.build.this_gpu", lambda: None)
     done = command("--model", str(DEMO), "--out", str(tmp_path / "engine"), *arguments)
     assert done.exit_code != 0 and message in done.output, done.output
+
+
+def test_what_is_wrong_with_the_place_is_said_before_plans_are_built(
+    built: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splash_engines.tensorrt.build.build_for_checkpoint", lambda *_, **__: pytest.fail("built"))
+    (tmp_path / "things").mkdir()
+    (tmp_path / "things" / "mine").touch()
+    for out, more, message in (
+        (built[0], [], "is an engine already; replace it with --overwrite"),
+        (tmp_path / "things", ["--overwrite", "--plans-only"], "holds other things than an engine"),
+    ):
+        done = command("--model", str(DEMO), "--out", str(out), "--target", "sm_89", *more)
+        assert done.exit_code != 0 and message in done.output, done.output
+
+
+@pytest.mark.parametrize("given", [["--target", "sm_89"], ["--plans-only"], ["--form", "plugin"], ["--dtype", "bf16"]])
+def test_options_of_plans_without_plans(given: list[str], tmp_path: Path) -> None:
+    arguments = ["build", "--model", str(DEMO), "--out", str(tmp_path / "out"), *given]
+    done = CliRunner().invoke(commands, arguments)
+    assert done.exit_code != 0 and f"{given[0]} is of plans, which --engine tensorrt builds" in done.output
+    assert not (tmp_path / "out").exists()
