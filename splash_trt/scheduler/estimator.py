@@ -76,14 +76,7 @@ class Estimator:
             decode_s = self.cost.step_s(self._batch(layout, *together, longest))
         steps = phase.tokens / concurrency if concurrency else 0.0
         beside = _Beside(layout, tokens, context, longest, concurrency, phase.answer, places, decode_s)
-        found: list[_Computed] = []
-        for some in prompts:
-            if some.arriving_s and found:  # some come while the others are being computed, and wait behind them
-                joined = some.joining(found[0].seconds, prompts[0].tokens)
-                all_there = replace(prompts[0], tokens=prompts[0].tokens + joined)
-                found = [self._computed(all_there, phase.joining + joined / some.length, beside)]
-                some = replace(some, tokens=some.tokens - joined)
-            found.append(self._computed(some, phase.joining, beside))
+        found = self._in_turn(prompts, phase.joining, beside)
         mixed = sum(part.steps for part in found)
         total = max(steps, mixed, 1e-9)
         seconds = sum(part.seconds for part in found) + max(steps - mixed, 0.0) * decode_s
@@ -95,10 +88,25 @@ class Estimator:
             held=min(demand, room) + joining * phase.joining_context,
         )
 
-    def _computed(self, prompts: Prompts, waiting: float, beside: _Beside) -> _Computed:
-        """waiting: so many requests have these prompts and wait for room."""
+    def _in_turn(self, prompts: tuple[Prompts, ...], waiting: float, beside: _Beside) -> list[_Computed]:
+        """`prompts` one after the other, and those that come as the last ones that are there; waiting: all who wait."""
+        found: list[_Computed] = []
+        places, tokens = beside.places, 0.0
+        for some in prompts:
+            if some.arriving_s and found:  # some come while the others are being computed, and wait behind them
+                last = prompts[len(found) - 1]
+                joined = some.joining(sum(x.seconds for x in found), tokens)
+                there = _share(places + last.waiting, last.waiting + joined / some.length)
+                found[-1] = self._computed(replace(last, tokens=last.tokens + joined), there, beside)
+                some = replace(some, tokens=some.tokens - joined)
+            at_once = _share(beside.places, waiting) if some.arriving_s else _share(places, some.waiting)
+            found.append(self._computed(some, at_once, beside))
+            places, tokens = places - some.waiting, tokens + some.tokens
+        return found
+
+    def _computed(self, prompts: Prompts, at_once: float, beside: _Beside) -> _Computed:
+        """at_once: the share of them for which there is room."""
         most = max(self._config.max_batch_tokens - beside.concurrency, 1.0)
-        at_once = min(beside.places / waiting, 1.0) if waiting else 1.0
         seconds = steps = longest_s = 0.0
         for part in _parts(prompts, beside, at_once, most):
             part, mean_s, part_s = self._mixed(beside, part, most)
@@ -241,6 +249,11 @@ def _parts(prompts: Prompts, beside: _Beside, at_once: float, most: float) -> li
         comes = prompts.length * beside.concurrency / beside.answer
         found.append(replace(one_by_one, tokens=prompts.tokens - there, per_s=0.0).growing(comes, 1.0, most))
     return found
+
+
+def _share(places: float, waiting: float) -> float:
+    """Of those that wait, who have a place."""
+    return min(max(places, 0.0) / waiting, 1.0) if waiting else 1.0
 
 
 def level(counts: np.ndarray, more: float) -> np.ndarray:

@@ -23,16 +23,14 @@ class Load:
     """[R] known tokens that still have to be computed, the one that decodes not counted."""
     generated: np.ndarray
     """[R] tokens of output so far."""
-    limit_left: np.ndarray
-    """[R] tokens of output that the request's limit leaves."""
     left: np.ndarray
-    """[R] expected tokens of output still to come, at most limit_left."""
+    """[R] expected tokens of output still to come, at most what the request's limit leaves."""
     home: np.ndarray
     """[R] owner or home; 0 in TP."""
     slots: np.ndarray
     """[R] which requests they are."""
     waiting_prompts: np.ndarray
-    """[W] tokens that each waiting request has to compute before its first new one."""
+    """[W] tokens that each waiting request has to compute before its first new one, in the order of admission."""
     waiting_left: float
     """Expected output of one of them."""
     arriving: Arriving

@@ -16,6 +16,9 @@ from splash_trt.scheduler.forecast import Arriving, Halves, halves
 from splash_trt.scheduler.load import Load
 
 LIVES = (0.0, 0.4, 1.5, 4.0)  # bounds of the decoding phases, in mean remaining lives of the running requests
+CUTS = 2  # of the queue, and of each part: up to four parts
+OTHERS = 2.0  # lengths of prompts that differ by less are not told apart by their order
+LEAST = 0.1  # of the tokens: a smaller part would change little, and may be chance
 PLACES = 64  # in the longest prompt
 
 
@@ -28,6 +31,8 @@ class Prompts:
     """Of those that the tokens belong to."""
     owners: float = 1.0
     """So many owners share the tokens evenly, in effect: one prompt has one."""
+    waiting: float = 0.0
+    """So many requests wait for room with them."""
     farthest: float = 0.0
     """How far into its prompt the one of them is that is farthest, on average, when each computes one of its own."""
     arriving_s: float = 0.0
@@ -62,6 +67,7 @@ class Phase:
     tokens: float
     """Output to be made by all of them."""
     prompts: tuple[Prompts, ...]
+    """In the order in which they are computed."""
     presence: float = 1.0
     """The chance that there is anything to do at all."""
     ends: float = 0.0
@@ -94,13 +100,10 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
 def _prompts_first(load: Load, coming: _Coming) -> Phase:
     """The prompts that are known, and the output of those that wait."""
     prompts = np.concatenate([load.prefill[load.prefill > 0], load.waiting_prompts]).astype(np.float64)
-    ranked, owners = np.sort(prompts), _owners(prompts, load.num_ranks)
-    there = Prompts(
-        tokens=float(prompts.sum()),
-        lengths=halves(ranked, ranked**2),
-        owners=owners,
-        farthest=_farthest(prompts, round(owners)),
-    )
+    groups = _in_turn(prompts, load.num_ranks, CUTS)
+    begun, ends = len(prompts) - load.waiting, np.cumsum([len(group) for group in groups])
+    waiting = np.diff(np.maximum(ends - begun, 0), prepend=0)
+    there = [_there(group, float(some), load.num_ranks) for group, some in zip(groups, waiting, strict=True)]
     tokens = load.waiting * load.waiting_left
     return Phase(
         alive=np.ones(load.running),
@@ -109,9 +112,43 @@ def _prompts_first(load: Load, coming: _Coming) -> Phase:
         joining_context=load.waiting_tokens / max(load.waiting, 1) + load.waiting_left / 2,
         answer=max(load.waiting_left, 1.0),
         tokens=tokens,
-        prompts=(there, *coming.during(tokens / max(load.running + load.waiting, 1))),
+        prompts=(*there, *coming.during(tokens / max(load.running + load.waiting, 1))),
         ends=0.0 if load.running else 1.0,
     )
+
+
+def _there(prompts: np.ndarray, waiting: float, num_ranks: int) -> Prompts:
+    """Of `prompts` [P], which are computed together; so many of them wait."""
+    ranked, owners = np.sort(prompts), _owners(prompts, num_ranks)
+    return Prompts(
+        tokens=float(prompts.sum()),
+        lengths=halves(ranked, ranked**2),
+        owners=owners,
+        waiting=waiting,
+        farthest=_farthest(prompts, round(owners)),
+    )
+
+
+def _in_turn(prompts: np.ndarray, num_ranks: int, cuts: int) -> list[np.ndarray]:
+    """`prompts` [P] in their order, cut where lengths before and behind differ most, and each part again, `cuts` deep.
+
+    Differ most: in logarithmic length, squared, by the tokens of both. A part has enough to keep all owners busy: less
+    is computed beside what is before and behind it.
+    """
+    tokens, squares = np.cumsum(prompts), np.cumsum(prompts**2)
+    before, behind = tokens[:-1], tokens[-1] - tokens[:-1]
+    most = np.maximum.accumulate(prompts)[:-1], np.maximum.accumulate(prompts[::-1])[::-1][1:]
+    whole = (num_ranks * most[0] <= before) & (num_ranks * most[1] <= behind)
+    whole &= np.minimum(before, behind) >= LEAST * tokens[-1]
+    if not cuts or not whole.any():
+        return [prompts]
+    length = squares[:-1] / before, (squares[-1] - squares[:-1]) / behind
+    differ = np.where(whole, before * behind * np.log(length[0] / length[1]) ** 2, -1.0)
+    cut = int(differ.argmax())
+    if abs(np.log(length[0][cut] / length[1][cut])) < np.log(OTHERS):
+        return [prompts]
+    parts = prompts[: cut + 1], prompts[cut + 1 :]
+    return [group for part in parts for group in _in_turn(part, num_ranks, cuts - 1)]
 
 
 def _decoding(load: Load, coming: _Coming, step_s: float) -> list[Phase]:

@@ -172,7 +172,6 @@ class Scheduler:
         s, live = self._slots, self._ledger.live()
         total, prompt = s.total[live], s.prompt[live]
         generated = np.maximum(total - prompt, 0)
-        limit_left = s.limit[live] - total
         waiting = self._queue.tokens()
         return Load(
             now=now,
@@ -181,8 +180,7 @@ class Scheduler:
             held=s.computed[live],
             prefill=np.maximum(s.admitted[live] - s.computed[live], 0),
             generated=generated,
-            left=np.minimum(self.outlook.lengths.left(generated, prompt), limit_left),
-            limit_left=limit_left,
+            left=np.minimum(self.outlook.lengths.left(generated, prompt), s.limit[live] - total),
             home=s.home[live].astype(np.int64),
             slots=live,
             waiting_prompts=waiting,

@@ -102,8 +102,8 @@ class WaitingQueue:
         return iter(self._waiting.values())
 
     def tokens(self) -> np.ndarray:
-        """[W] of each of them, in no particular order: to be computed before its first new one."""
-        lengths = (len(sequence.tokens) for sequence in self._waiting.values())
+        """[W] of each of them, the one to admit next first: to be computed before its first new one."""
+        lengths = (len(sequence.tokens) for sequence in sorted(self._waiting.values(), key=lambda s: s.key))
         return np.fromiter(lengths, np.int64, len(self._waiting))
 
     def push(self, sequence: Sequence) -> None:

@@ -17,7 +17,7 @@ from splash_trt.scheduler.devices import BUILT_IN
 from splash_trt.scheduler.estimator import Estimator, level
 from splash_trt.scheduler.forecast import Arriving, halves
 from splash_trt.scheduler.load import Load
-from splash_trt.scheduler.phases import homes_under, phases_of
+from splash_trt.scheduler.phases import Prompts, homes_under, phases_of
 from splash_trt.scheduler.policy import LOOK_S, LOOKS, MAX_DOUBT, QUIET_LOOK_S, CostPolicy, Decision
 from tests.oracles.published_configs import V32, parse
 
@@ -52,7 +52,6 @@ def load(layout: Layout = Layout.TP, running: int = 1, context: int = 2000, **ch
         held=np.full(running, context),
         prefill=np.zeros(running, np.int64),
         generated=np.full(running, 100),
-        limit_left=np.full(running, 100_000),
         left=np.full(running, 500.0),
         home=np.zeros(running, np.int64) if replicated else np.arange(running) % N,
         slots=np.arange(running),
@@ -236,7 +235,8 @@ class TestPhases:
         first, *rest = phases_of(seen, 0.02)
         (there,) = first.prompts
         assert there.tokens == 1000 and first.tokens == 2 * 500
-        assert there.lengths == ((1.0, pytest.approx((100**2 + 2 * 450**2) / 1000)),), "alike but for a tenth"
+        (alike,) = there.lengths
+        assert alike[0] == 1.0 and alike[1] == pytest.approx((100**2 + 2 * 450**2) / 1000), "but for a tenth"
         assert there.owners == pytest.approx(1000 / (100 / N + 900 / 2))
         assert len(rest) == 3 and not any(later.prompts for later in rest)
         alive = [float(phase.alive.sum()) * phase.presence for phase in rest]
@@ -274,6 +274,30 @@ class TestPhases:
             return phase.prompts[0].tokens / found.seconds
 
         assert tokens_s(40e3) > 3 * tokens_s(2e3)
+
+    def test_a_queue_is_served_in_its_order(self) -> None:
+        """Documents that came before short prompts are not computed beside them."""
+        documents, short = np.full(60, 13_000), np.full(600, 1_000)
+
+        def groups(*prompts: np.ndarray) -> list[Prompts]:
+            (phase,) = phases_of(load(Layout.DP, running=0, waiting_prompts=np.concatenate(prompts)), 0.02)
+            return list(phase.prompts)
+
+        def seconds(*prompts: Prompts) -> float:
+            (phase,) = phases_of(load(Layout.DP, running=0, waiting_prompts=short), 0.02)
+            phase = dataclasses.replace(phase, tokens=0.0, prompts=prompts)
+            return Estimator(COST, CONFIG, ROOM).time(phase, Layout.DP, np.zeros(0, np.int64)).seconds
+
+        found = groups(documents, short)
+        assert [some.lengths for some in found] == [((1.0, 13_000.0),), ((1.0, 1_000.0),)]
+        assert [some.tokens for some in found] == [60 * 13_000, 600 * 1_000]
+        assert [some.waiting for some in found] == [60, 600]
+        assert seconds(*found) == pytest.approx(sum(map(seconds, found)))
+        (mixed,) = groups(np.tile([13_000, *[1_000] * 10], 60))
+        assert seconds(mixed) > 1.1 * seconds(*found), "short prompts would wait for documents at other owners"
+        (lone,) = groups(short, documents[:1], short)
+        assert lone.waiting == 1201, "one document is computed beside what comes behind it"
+        assert [some.waiting for some in groups(documents, short, np.full(6000, 100))] == [60, 600, 6000]
 
     def test_two_classes_of_prompts(self) -> None:
         assert halves(np.zeros(3), np.zeros(3)) == ()
