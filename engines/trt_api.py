@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+OLDEST = 80  # for sm_75 TensorRT-RTX has no products in bfloat16 nor in float32
 PACKAGES = ("tensorrt", "tensorrt_rtx")
 _CAPABILITY = re.compile(r"SM(\d+)$")
 _PART = re.compile(r"[\w.]+(?:/[\w.]+)+")
@@ -86,11 +87,11 @@ class Api:
         self.log = _logger(trt)
 
     def targets(self) -> tuple[str, ...]:
-        """GPUs that networks can be built for without one at hand; empty: only for the one here."""
+        """GPUs that our networks can be built for without one at hand; empty: only for the one here."""
         if not self.features.capability_lists:
             return ()
         numbers = [m.group(1) for name in dir(self.trt.ComputeCapability) if (m := _CAPABILITY.match(name))]
-        return tuple(f"sm_{number}" for number in sorted(numbers, key=int))
+        return tuple(f"sm_{number}" for number in sorted(numbers, key=int) if int(number) >= OLDEST)
 
     def check_targets(self, targets: Sequence[str], gpu: str | None) -> None:
         """ValueError unless networks can be built for all of `targets`; gpu: the one here, such as sm_90."""

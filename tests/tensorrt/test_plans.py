@@ -295,6 +295,7 @@ def test_nodes_say_what_they_are(model: ModelConfig) -> None:
     ("arguments", "message"),
     [
         (["--target", "sm_90"], "--target: sm_90 is none that"),
+        (["--target", "sm_75,sm_89"], "--target: sm_75 is none that"),
         ([], "--target: this machine has no GPU"),
         (["--target", "sm_89", "--ranks", "two"], "--ranks: 'two' must be numbers"),
         (["--target", "sm_89", "--ranks", "0"], "--ranks: '0' must be one or more numbers from 1 to 1024"),
