@@ -6,7 +6,7 @@ Signatures and shapes are those of the references in plugins/<name>/reference.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """By operation. All but `project_in`, `gated` and `fetch_list` fill tensors that they are given."""
+    """By operation. All but `project_in` and `gated` fill tensors that they are given."""
 
     embed: Callable[..., None]
     add_norm: Callable[..., None]
@@ -35,5 +35,3 @@ class Kernels:
     grouped_experts: Callable[..., None]
     linear: Callable[..., None]
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    fetch_list: Callable[[Sequence[torch.Tensor], int], torch.Tensor | None]
-    fetch: Callable[[torch.Tensor], None]

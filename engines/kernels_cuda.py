@@ -10,7 +10,6 @@ from splash_plugins.cache_append.kernel import append_rows
 from splash_plugins.embed.kernel import embed
 from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.grouped_experts.kernel import grouped_experts
-from splash_plugins.l2_fetch.kernel import fetch, fetch_list
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention.decode_kernel import decode
 from splash_plugins.mla_attention.gather_kernel import gather_rows
@@ -45,6 +44,4 @@ CUDA = Kernels(
     grouped_experts=grouped_experts,
     linear=linear,
     gated=gated,
-    fetch_list=fetch_list,
-    fetch=fetch,
 )

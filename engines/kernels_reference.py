@@ -10,7 +10,6 @@ from splash_plugins.cache_append.reference import append_rows, gather_rows
 from splash_plugins.embed.reference import embed
 from splash_plugins.few_rows.reference import gated, linear
 from splash_plugins.grouped_experts.reference import sum_of_experts
-from splash_plugins.l2_fetch.reference import fetch, fetch_list
 from splash_plugins.latent_rows.reference import latent_rows
 from splash_plugins.mla_attention.decode_reference import decode
 from splash_plugins.mla_attention.prefill_reference import prefill
@@ -37,6 +36,4 @@ REFERENCE = Kernels(
     grouped_experts=sum_of_experts,
     linear=linear,
     gated=gated,
-    fetch_list=fetch_list,
-    fetch=fetch,
 )

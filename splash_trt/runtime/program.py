@@ -10,8 +10,6 @@ expanded, D hidden, H heads resident here, L latent, R rope part, W = L + R, Q q
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
 from splash_engines import ops
@@ -26,10 +24,6 @@ from splash_trt.runtime.latent_attention import LatentAttention
 from splash_trt.runtime.peers import Peers
 from splash_trt.weights.shards import cut_ranges
 from splash_trt.weights.spec import partition, tensor_specs
-
-FETCH_ROWS = 64
-FETCH_BYTES = 32 << 20
-"""Of an L2 of 50 MiB."""
 
 
 class Program:
@@ -64,9 +58,6 @@ class Program:
         self._dtype = state.storage.pages.dtype
         self._eps = model.norm_eps
         self._beside = Beside(device)
-        full = spec.residency is Residency.FULL and many
-        blocks = [state.weights.own, state.weights.others] if full else [state.weights.own]
-        self._fetched = [kernels.fetch_list(_read_soon(blocks, i), FETCH_BYTES) for i in range(model.num_layers)]
 
     def __call__(self, step: DeviceStep, logits: torch.Tensor | None = None) -> torch.Tensor:
         """[W, V_r] logits of this rank's part of the vocabulary, in the model's dtype; at the begin of `logits` (flat)
@@ -84,10 +75,8 @@ class Program:
         for layer in range(self._model.num_layers):
             self._watch.layer(layer)
             assert x is not None
-            self._fetch(layer, step)
             x = self._attention(layer, x, hidden, cos, sin, step)
             partial = self._mlp(layer, x, step, None if simulated is None else simulated[layer])
-            self._beside.join()
             norm = None if layer == last else own[f"layers.{layer + 1}.attn_norm"]
             x = self._sum(partial, step, hidden, norm)
         return self._head(hidden, step, logits)
@@ -107,14 +96,6 @@ class Program:
         return ops.rope_tables(position, self._frequencies, yarn.attention_factor if yarn else 1.0, table)
 
     # The parts of a layer
-
-    def _fetch(self, layer: int, step: DeviceStep) -> None:
-        """Has the weights that attention and what follows it will read fetched into the L2: with few rows its kernels
-        wait for one another most of the time, and memory for them."""
-        pieces = self._fetched[layer]
-        if pieces is not None and step.shape.rows <= FETCH_ROWS:
-            with self._beside.run():
-                self._k.fetch(pieces)
 
     def _attention(
         self,
@@ -203,14 +184,6 @@ class Program:
         shape = (len(x), len(head))
         out = x.new_empty(shape) if room is None else room[: shape[0] * shape[1]].view(shape)
         return torch.mm(x, head.t(), out=out)
-
-
-def _read_soon(blocks: Sequence[Mapping[str, torch.Tensor]], layer: int) -> list[torch.Tensor]:
-    """A layer's weights that every step reads, in the order of their use, but the first, for which it would be late.
-    blocks: of heads that are here, own first."""
-    order = [(name, block) for name in ("q_b", "w_uk", "w_uv", "o") for block in blocks]
-    order += [(name, blocks[0]) for name in ("router", "shared.gate_up", "shared.down")]
-    return [block[key] for name, block in order if (key := f"layers.{layer}.{name}") in block]
 
 
 def _first_expert(model: ModelConfig, rank: int, size: int) -> int:
