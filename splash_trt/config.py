@@ -14,6 +14,8 @@ class Layout(enum.IntEnum):
     CP = 2
     DOP = 3
 
+    __hash__ = int.__hash__  # enumerations' own takes several times as long, and layouts are keys in every step
+
     @classmethod
     def parse(cls, name: str) -> Layout:
         """The layout called `name` ("tp", "dp", "cp" or "dop", in any case); ValueError for any other."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
@@ -46,12 +47,11 @@ def scheduler_of(model: ModelConfig, config: EngineConfig) -> Scheduler:
     )
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What one turn of the loop brought. step, num_tokens, seconds, layout: of the step that completed in it, 0 and
     None if none did."""
 
-    deltas: list[TokenDelta] = field(default_factory=list)
+    deltas: list[TokenDelta] = []
     step: int = 0
     num_tokens: int = 0
     seconds: float = 0.0

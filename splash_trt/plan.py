@@ -52,8 +52,12 @@ class SlotControls(msgspec.Struct, frozen=True, array_like=True):
     grammar: Grammar | None
 
 
-def _ints(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.int32)
+# What most plans have of most things.
+NO_TABLES = np.zeros((0, 4), np.int32)
+NO_MOVES = np.zeros((0, 6), np.int32)
+NO_WEIGHTS = np.zeros((0, 5), np.int64)
+NO_SAMPLING = np.zeros(0, SAMPLING_DTYPE)
+NO_CONTROLS = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,25 +89,25 @@ class Plan:
     """[N] int32: tokens whose hidden state each rank computes, zero allowed."""
     bucket: int
     """Rows that collectives are padded to where they must be: the largest of `counts`."""
-    tables: np.ndarray = field(default_factory=lambda: _ints(0, 4))
+    tables: np.ndarray = field(default_factory=lambda: NO_TABLES)
     """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
-    sampling: np.ndarray = field(default_factory=lambda: np.zeros(0, SAMPLING_DTYPE))
+    sampling: np.ndarray = field(default_factory=lambda: NO_SAMPLING)
     """[P] of SAMPLING_DTYPE: parameters of slots that are new to the ranks."""
-    controls: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    controls: np.ndarray = field(default_factory=lambda: NO_CONTROLS)
     """[B] uint8: msgpack of a list of SlotControls, for those of `sampling` that need them; empty if none does."""
-    controlled: np.ndarray = field(default_factory=lambda: _ints(0))
+    controlled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """[C] int32, ascending: all slots that need them now. What a rank keeps for any other, it forgets."""
-    moves: np.ndarray = field(default_factory=lambda: _ints(0, 6))
+    moves: np.ndarray = field(default_factory=lambda: NO_MOVES)
     """[M, 6] int32: source rank, source page, target rank, target page, first row, rows: copies before the rows run."""
     attempt: int = 0
     """Numbers the switch under way; 0: none. When it changes, target tables are forgotten."""
     armed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[R] bool: the row's new cache rows are also written wherever its target table wants them."""
-    target_tables: np.ndarray = field(default_factory=lambda: _ints(0, 4))
+    target_tables: np.ndarray = field(default_factory=lambda: NO_TABLES)
     """[C, 4] int32: like `tables`, for where the cache will be; the next epoch begins with these."""
-    late_moves: np.ndarray = field(default_factory=lambda: _ints(0, 6))
+    late_moves: np.ndarray = field(default_factory=lambda: NO_MOVES)
     """[M, 6] int32: like `moves`, after the rows have run: new rows for ranks that did not compute them."""
-    weights: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
+    weights: np.ndarray = field(default_factory=lambda: NO_WEIGHTS)
     """[K, 5] int64: source rank, target rank, head-cut tensor, first and end number in the source's part of it."""
 
     @property
@@ -117,7 +121,9 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Nothing to compute, to move or to tell."""
-        parts = (self.token, self.tables, self.sampling, self.moves, self.target_tables, self.late_moves, self.weights)
+        if len(self.token):
+            return False
+        parts = (self.tables, self.sampling, self.moves, self.target_tables, self.late_moves, self.weights)
         return not any(len(part) for part in parts)
 
     @property
@@ -213,7 +219,7 @@ _control_decoder = msgspec.msgpack.Decoder(list[SlotControls])
 
 def encode_controls(controls: list[SlotControls]) -> np.ndarray:
     """As Plan.controls has them."""
-    return np.frombuffer(_encoder.encode(controls) if controls else b"", np.uint8)
+    return np.frombuffer(_encoder.encode(controls), np.uint8) if controls else NO_CONTROLS
 
 
 def encode(plan: Plan) -> bytes:

@@ -41,16 +41,31 @@ class PagePool:
         self.num_held += count
         return pages
 
+    def allocate_one(self) -> int:
+        """The lowest free page; the caller has checked num_free. A few times as fast as `allocate` of 1."""
+        assert self.num_free > 0
+        begin, width = self._lowest, 64
+        while (place := self._states[begin : begin + width].tobytes().find(FREE)) < 0:
+            width *= 4
+        page = begin + place
+        self._states[page] = HELD
+        self._lowest = page + 1
+        self.num_free -= 1
+        self.num_held += 1
+        return page
+
     def free(self, pages: Sequence[int] | np.ndarray) -> None:
         """Pages that are held, each once, come back."""
         ids = np.asarray(pages, np.int64)
         if len(ids) == 0:
             return
-        assert (self._states[ids] == HELD).all(), f"freed, but not held: {ids[self._states[ids] != HELD]}"
+        states = self._states[ids]
+        assert np.count_nonzero(states == HELD) == len(ids), f"freed, but not held: {ids[states != HELD]}"
         below = ids < self.limit
-        self._states[ids] = np.where(below, FREE, GONE)
-        self._lowest = min(self._lowest, int(ids.min()))
-        self.num_free += int(np.count_nonzero(below))
+        count = int(np.count_nonzero(below))
+        self._states[ids] = FREE if count == len(ids) else np.where(below, FREE, GONE)
+        self._lowest = min(self._lowest, int(np.minimum.reduce(ids)))
+        self.num_free += count
         self.num_held -= len(ids)
 
     def set_limit(self, limit: int) -> None:

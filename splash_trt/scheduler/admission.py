@@ -32,13 +32,21 @@ class RankLoads:
     burst in one step spreads. Arrays [N]."""
 
     def __init__(self, slots: Slots, running_at: np.ndarray, expected: ExpectedOutput) -> None:
-        live = np.flatnonzero(slots.live)
-        total = slots.total[live]
-        left = output_left(expected, np.maximum(total - slots.prompt[live], 0), slots.limit[live] - total)
-        self.tokens = np.bincount(slots.home[live], total + left, len(running_at))
-        """Held or still to come, those of prompts that are not computed yet included."""
+        self._slots = slots
+        self._tokens: np.ndarray | None = None
         self.requests = running_at.astype(np.float64)
         self._expected = expected
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Held or still to come, those of prompts that are not computed yet included. Counted when it is first asked
+        for: where caches are replicated nobody does."""
+        if self._tokens is None:
+            slots, live = self._slots, self._slots.live.nonzero()[0]
+            total = slots.total[live]
+            left = output_left(self._expected, np.maximum(total - slots.prompt[live], 0), slots.limit[live] - total)
+            self._tokens = np.bincount(slots.home[live], total + left, len(self.requests))
+        return self._tokens
 
     def lightest_first(self) -> list[int]:
         """Ranks by their share of all tokens plus their share of all requests; ties go to the lower rank.
@@ -50,8 +58,9 @@ class RankLoads:
 
     def add(self, home: int, num_tokens: int, generated: int, limit: int) -> None:
         """A request was admitted: tokens known, of these output, most tokens."""
-        left = output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))
-        self.tokens[home] += num_tokens + left[0]
+        if self._tokens is not None:  # else its slot is counted with the others
+            left = output_left(self._expected, np.array([generated]), np.array([limit - num_tokens]))
+            self._tokens[home] += num_tokens + left[0]
         self.requests[home] += 1
 
 

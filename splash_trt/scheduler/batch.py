@@ -5,16 +5,14 @@ A request's work is counted at its owner (DP, DOP) or home (CP); in TP ownership
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from splash_trt.config import Layout
 from splash_trt.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Arrays [N] float64, by owner or home. "Decode" are tokens that attend absorbed, one or few of a request;
     "prefill" those that attend expanded."""
 
@@ -72,26 +70,26 @@ class Batch:
     @classmethod
     def of(cls, plan: Plan, num_ranks: int, *, moved_bytes: int = 0) -> Batch:
         """What a plan asks for."""
-        count, end = plan.count.astype(np.int64), plan.start.astype(np.int64) + plan.count
+        count, home, start = plan.count, plan.home, plan.start.astype(np.int64)
+        end = start + count
         # Token i of a row at `start` meets start + i + 1 rows: summed over the row, count * (start + end + 1) / 2.
-        pairs = count * (plan.start + end + 1) / 2
-        absorbed = plan.absorbed
-
-        def by_home(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-            return np.bincount(plan.home[mask], values[mask], num_ranks)
-
-        expanded = ~absorbed
-        none = np.zeros(num_ranks)
-        has_prefill = bool(expanded.any())
+        pairs = end if plan.num_tokens == plan.num_rows else count * (start + end + 1) / 2
+        prefill: list[np.ndarray] = [np.zeros(num_ranks)] * 3
+        prefill_rows = 0
+        if not plan.absorbed.all():
+            expanded = ~plan.absorbed
+            there, prefill_rows = home[expanded], int(np.count_nonzero(expanded))
+            prefill = [np.bincount(there, x[expanded], num_ranks) for x in (count, pairs, end)]
+            count, home, pairs, end = (x[plan.absorbed] for x in (count, home, pairs, end))
         return cls(
             layout=plan.layout,
-            decode_tokens=by_home(count, absorbed),
-            decode_context=by_home(pairs, absorbed),
-            prefill_tokens=by_home(count, expanded) if has_prefill else none,
-            prefill_pairs=by_home(pairs, expanded) if has_prefill else none,
-            prefill_context=by_home(end, expanded) if has_prefill else none,
-            prefill_rows=int(expanded.sum()),
+            decode_tokens=np.bincount(home, count, num_ranks),
+            decode_context=np.bincount(home, pairs, num_ranks),
+            prefill_tokens=prefill[0],
+            prefill_pairs=prefill[1],
+            prefill_context=prefill[2],
+            prefill_rows=prefill_rows,
             sampled=len(plan.want_index),
-            decode_longest=int(end[absorbed].max(initial=0)),
+            decode_longest=int(end.max(initial=0)),
             moved_bytes=moved_bytes,
         )

@@ -17,6 +17,7 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.correction import Correction
 from splash_trt.scheduler.device import KINDS, Device
+from splash_trt.scheduler.quantities import Sums
 from splash_trt.scheduler.work import EXPERT_LOOP, LayoutWork, Operation
 
 PREFILL_ONLY = ("expand_kv", "mla_prefill", "mla_sparse", "context_rows", "index_choices")
@@ -37,9 +38,14 @@ class _Rates:
 
     def seconds(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[operations, N]: what the roofline says, and launches."""
-        y = self.table @ x
+        y = self.table.dot(x)
         n = self.count
         return np.maximum(y[:n], y[n : 2 * n]), y[2 * n :]
+
+    def by_segment(self, x: np.ndarray) -> np.ndarray:
+        """[segments, N]."""
+        ideal, launches = self.seconds(x)
+        return self.segments.dot(ideal + launches)
 
 
 class CostModel:
@@ -57,7 +63,8 @@ class CostModel:
 
     def step_s(self, batch: Batch) -> float:
         """Seconds that the step takes, corrections included."""
-        return self._predict(batch) * self.correction.factor(batch.layout, _has_prefill(batch))
+        sums = self.work[batch.layout].quantities.sums(batch)
+        return self._predict(batch, sums) * self.correction.factor(batch.layout, sums.prefill > 0)
 
     def copies_s(self, num_bytes: float, layout: Layout) -> float:
         """By how much copies of num_bytes, in and out at the busiest rank, lengthen the decode steps beside them."""
@@ -86,7 +93,8 @@ class CostModel:
     def by_operation(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per operation of a step with tokens: seconds of its work, and of its launches, on the ranks that count."""
         rates = self._rates[batch.layout]
-        ideal, launches = rates.seconds(self.work[batch.layout].quantities.of(batch))
+        quantities = self.work[batch.layout].quantities
+        ideal, launches = rates.seconds(quantities.of(batch, quantities.sums(batch)))
         weights = rates.segments.T @ self._weights(rates.segments @ (ideal + launches))
         names = [op.name for op in self.work[batch.layout].operations]
         seconds = zip((ideal * weights).sum(1).tolist(), (launches * weights).sum(1).tolist(), strict=True)
@@ -94,20 +102,20 @@ class CostModel:
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """A step of this batch took so long: predictions to come follow, slowly."""
-        if batch.num_tokens and not batch.moved_bytes:
-            self.correction.observe(batch.layout, _has_prefill(batch), self._predict(batch), seconds)
+        sums = self.work[batch.layout].quantities.sums(batch)
+        if sums.tokens and not batch.moved_bytes:
+            self.correction.observe(batch.layout, sums.prefill > 0, self._predict(batch, sums), seconds)
 
-    def _predict(self, batch: Batch) -> float:
+    def _predict(self, batch: Batch, sums: Sums) -> float:
         copies = batch.moved_bytes * self._copy_s
-        if not batch.num_tokens:
+        if not sums.tokens:
             return copies
-        rates = (self._rates if batch.prefill_tokens.any() else self._decode_rates)[batch.layout]
-        ideal, launches = rates.seconds(self.work[batch.layout].quantities.of(batch))
-        segments = rates.segments @ (ideal + launches)
-        slowest = segments.max(1)
+        rates = (self._rates if sums.prefill else self._decode_rates)[batch.layout]
+        segments = rates.by_segment(self.work[batch.layout].quantities.of(batch, sums))
+        slowest = np.maximum.reduce(segments, 1)
         if self._concurrent < self._ranks:
             slowest = np.maximum(slowest, segments.mean(1) * (self._ranks / self._concurrent))
-        return float(slowest.sum()) + copies
+        return float(np.add.reduce(slowest)) + copies
 
     def _weights(self, segments: np.ndarray) -> np.ndarray:
         """[segments, N]: how much each rank's time in a segment counts."""
@@ -158,7 +166,3 @@ def _launch_time(op: Operation) -> str:
     if op.name == EXPERT_LOOP:
         return "expert_s"
     return f"{op.kind}_s" if op.kind in ("collective", "step") else "operation_s"
-
-
-def _has_prefill(batch: Batch) -> bool:
-    return bool(batch.prefill_tokens.any())

@@ -28,15 +28,15 @@ class Growth:
         """Slots that get one token in this step, each with a page for it. sent: the last plan made."""
         s = self._slots
         ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
-        full = np.flatnonzero(ready & (s.computed >= s.pages * self._page_tokens))
+        full = (ready & (s.computed >= s.pages * self._page_tokens)).nonzero()[0]
         if len(full):
-            if len(full) > self._ledger.directory.free_pages().min():  # else there is a page for each, in any order
+            if len(full) > self._ledger.directory.least_free():  # else there is a page for each, in any order
                 full = s.senior_first(full)
             full = full[self._ledger.grow(full) :]
         if len(full):
             self._squeeze(full, ready, sent, now)
             ready &= s.live
-        return np.flatnonzero(ready)
+        return ready.nonzero()[0]
 
     def _squeeze(self, full: np.ndarray, ready: np.ndarray, sent: int, now: float) -> None:
         """Room for one more page of each slot in `full`, senior ones first, the first of which found a rank without.

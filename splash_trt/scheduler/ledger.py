@@ -7,25 +7,25 @@ that what the next plan carries is always what the directory says.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from splash_trt.cache.compaction import compact
 from splash_trt.cache.directory import Added, Directory, Entry
 from splash_trt.cache.placement import Placement
+from splash_trt.plan import NO_TABLES
 from splash_trt.scheduler.sequence import Sequence
 from splash_trt.scheduler.slots import Slots
 
 
-@dataclass
-class Changes:
+class Changes(msgspec.Struct):
     """For the next plan; arrays and columns as there."""
 
-    tables: list[np.ndarray] = field(default_factory=list)
-    target_tables: list[np.ndarray] = field(default_factory=list)
-    local_moves: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    opened: list[Sequence] = field(default_factory=list)
+    tables: list[np.ndarray] = []
+    target_tables: list[np.ndarray] = []
+    local_moves: list[tuple[int, int, int, int, int, int]] = []
+    opened: list[Sequence] = []
 
 
 class Ledger:
@@ -132,7 +132,7 @@ class Ledger:
 
     def live(self) -> np.ndarray:
         """Slots whose requests hold cache, ascending."""
-        return np.flatnonzero(self.slots.live)
+        return self.slots.live.nonzero()[0]
 
     def take_changes(self) -> Changes:
         """What the next plan has to carry; forgotten here."""
@@ -161,4 +161,4 @@ def _with_slots(changes: np.ndarray, slots: np.ndarray) -> np.ndarray:
 
 def stacked(parts: list[np.ndarray]) -> np.ndarray:
     """[C, 4] int32 of all parts."""
-    return np.concatenate(parts) if parts else np.zeros((0, 4), np.int32)
+    return np.concatenate(parts) if parts else NO_TABLES

@@ -16,6 +16,7 @@ from splash_trt.layout.spec import Tokens
 from splash_trt.layout.switch import Record
 from splash_trt.migration.budget import Allowance
 from splash_trt.migration.diff import Sizes, WeightMove, page_moves
+from splash_trt.plan import NO_MOVES, NO_WEIGHTS
 from splash_trt.scheduler.ledger import Ledger
 
 Move = tuple[int, int, int, int, int, int]
@@ -33,6 +34,7 @@ class Movement:
         self._backlog = np.zeros(config.max_running, np.int64)  # [slots] rows
         self._moved = np.zeros(config.max_running, np.int64)  # [slots] rows of the backlog, from the first on
         self._heads: deque[WeightMove] = deque()
+        self._idle = True  # nothing has been armed or has to be brought since the last switch
         self._planned_rows: list[tuple[int, Move]] = []  # with their slots
         self._planned_heads: list[tuple[int, int, int, int, int]] = []
 
@@ -40,6 +42,7 @@ class Movement:
 
     def arm(self, slot: int) -> None:
         """The slot's request has got a second placement; its rows so far become its backlog."""
+        self._idle = False
         self._armed[slot] = True
         self._backlog[slot] = self._ledger.slots.computed[slot]
         self._moved[slot] = 0
@@ -50,10 +53,12 @@ class Movement:
 
     def bring(self, heads: list[WeightMove]) -> None:
         """These parts of the head-cut tensors have to come in."""
+        self._idle = self._idle and not heads
         self._heads = deque(heads)
 
     def forget(self) -> None:
         """The switch is over, or will not be."""
+        self._idle = True
         self._armed[:] = False
         self._heads.clear()
         self.drop_planned()
@@ -66,6 +71,8 @@ class Movement:
     @property
     def bytes_left(self) -> int:
         """What still has to come in, at most, on the rank that gets most of it."""
+        if self._idle:
+            return 0
         live = self._ledger.live()
         rows = int((self._backlog[live] - self._moved[live]).sum()) if self._armed[live].any() else 0
         heads = np.zeros(self._config.num_ranks, np.int64)
@@ -101,6 +108,8 @@ class Movement:
 
         Without those of requests that have given their cache up since `fill`: no plan may name it any more.
         """
+        if not self._planned_rows and not self._planned_heads:
+            return NO_MOVES, NO_WEIGHTS
         live = self._ledger.slots.live
         moves = np.array([move for slot, move in self._planned_rows if live[slot]], np.int32).reshape(-1, 6)
         weights = np.array(self._planned_heads, np.int64).reshape(-1, 5)
@@ -128,6 +137,8 @@ class Movement:
         tokens: where the plan's layout has them; slot, start, count, absorbed [R] of the plan's rows. Where tokens are
         everywhere, every rank writes its own.
         """
+        if self._idle:
+            return NO_MOVES
         moves: list[Move] = []
         if tokens is not Tokens.EVERYWHERE:
             for row in np.flatnonzero(self._armed[slot]).tolist():

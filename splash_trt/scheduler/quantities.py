@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,11 @@ INDEX = {name: i for i, name in enumerate(QUANTITIES)}
 ) = range(len(QUANTITIES))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Sums:
+Rows = Any
+"""[len(QUANTITIES), N] float64, or, where one column stands for all ranks, a list of that column's numbers."""
+
+
+class Sums(NamedTuple):
     """Of a batch over all ranks."""
 
     decode: float
@@ -66,6 +69,10 @@ class _Sums:
     """Prefill attends expanded to everything before it; else absorbed, to chosen rows only."""
     chosen: float
     """Pairs of prefill tokens with rows that the indexer leaves."""
+
+    @property
+    def tokens(self) -> float:
+        return self.decode + self.prefill
 
 
 class Quantities:
@@ -83,42 +90,41 @@ class Quantities:
         self._experts = -(-experts.num_experts // self._ranks) if experts else 0
         self._unchosen = 1 - experts.top_k / experts.num_experts if experts else 1.0
         layout = layout if self._ranks > 1 else Layout.TP
-        self._fill: Callable[[np.ndarray, Batch, _Sums], None] = {
+        self._fill: Callable[[Rows, Batch, Sums], None] = {
             Layout.TP: self._tp, Layout.DP: self._dp, Layout.CP: self._cp, Layout.DOP: self._dop
         }[layout]  # fmt: skip
         self._columns = 1 if layout is Layout.TP else self._ranks
 
-    def of(self, batch: Batch) -> np.ndarray:
-        """[len(QUANTITIES), N or 1] float64."""
-        sums = self._sums(batch)
-        x = np.zeros((len(QUANTITIES), self._columns))
+    def of(self, batch: Batch, sums: Sums) -> np.ndarray:
+        """[len(QUANTITIES), N or 1] float64. sums: of the batch."""
+        alike = self._columns == 1
+        x: Rows = [0.0] * len(QUANTITIES) if alike else np.zeros((len(QUANTITIES), self._columns))
         tokens = sums.decode + sums.prefill
-        x[_ONE] = 1
+        x[_ONE] = 1.0
         x[_ALL] = tokens
         x[_TOUCHED] = self._experts * (1 - self._unchosen**tokens)
-        x[_SAMPLED] = batch.sampled
-        x[_DECODING] = sums.decode > 0
+        x[_SAMPLED] = float(batch.sampled)
+        x[_DECODING] = float(sums.decode > 0)
         self._fill(x, batch, sums)
         x[_BUSY] = x[_HERE] > 0
         x[_ABSORBING] = x[_ABSORBED] > 0
-        return x
+        return np.array(x, np.float64)[:, None] if alike else x
 
-    def _sums(self, batch: Batch) -> _Sums:
-        decode = sum(batch.decode_tokens.tolist())
-        rows = sum(batch.decode_context.tolist())
+    def sums(self, batch: Batch) -> Sums:
+        decode, rows = sum(batch.decode_tokens.tolist()), sum(batch.decode_context.tolist())
+        prefill = sum(batch.prefill_tokens.tolist())
         attended = min(rows, self._top_k * decode) if decode else 0.0
         if self._padded and decode:
             longest = batch.decode_longest or rows / decode
             attended = decode * min(math.ceil(longest / self._page) * self._page, self._top_k)
-        prefill = sum(batch.prefill_tokens.tolist())
         if not prefill:
-            return _Sums(decode, rows, attended, 0.0, 0.0, 0.0, True, 0.0)
+            return Sums(decode, rows, attended, 0.0, 0.0, 0.0, True, 0.0)
         pairs, context = sum(batch.prefill_pairs.tolist()), sum(batch.prefill_context.tolist())
         if self._padded and context > prefill / 2:
             # k chunks alike of n tokens with c rows: pairs = k n (c - n / 2 + 1 / 2), and the rectangles are k n c.
             pairs = (pairs - prefill / 2) * context / (context - prefill / 2)
         chosen = min(pairs, self._top_k * prefill)
-        return _Sums(
+        return Sums(
             decode, rows, attended, prefill, pairs, context, self._dense(prefill, pairs, context, chosen), chosen
         )
 
@@ -132,56 +138,60 @@ class Quantities:
         expanded = pairs * (m.qk_head_dim + m.v_head_dim) + context * up
         return expanded <= chosen * (m.row_width + m.kv_lora_rank) + tokens * up
 
-    def _prefill(self, x: np.ndarray, sums: _Sums, share: float | np.ndarray, context: float | np.ndarray) -> None:
-        """share: of the step's prefill tokens that is here; context: rows that they reach."""
+    def _prefill(
+        self,
+        x: Rows,
+        sums: Sums,
+        tokens: float | np.ndarray,
+        pairs: float | np.ndarray,
+        chosen: float | np.ndarray,
+        context: float | np.ndarray,
+    ) -> None:
+        """tokens: the step's prefill tokens that are here; pairs: theirs, or, of these, those that the indexer leaves;
+        context: rows that they reach."""
         if sums.dense:
-            x[_PREFILL] = sums.prefill * share
-            x[_PAIRS] = sums.pairs * share
+            x[_PREFILL] = tokens
+            x[_PAIRS] = pairs
             x[_CONTEXT] = context
-            x[_ROUNDS] = np.ceil(np.divide(context, self._block))
+            x[_ROUNDS] = np.ceil(context / self._block)
         else:
-            x[_SPARSE] = sums.prefill * share
-            x[_SPARSE_ROWS] = sums.chosen * share
-            x[_CHOOSING] = 1
+            x[_SPARSE] = tokens
+            x[_SPARSE_ROWS] = chosen
+            x[_CHOOSING] = 1.0
         x[_INDEX_ROWS] += context
 
-    def _tp(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
+    def _tp(self, x: Rows, batch: Batch, sums: Sums) -> None:
         x[_HERE] = sums.decode + sums.prefill
         x[_ABSORBED] = x[_READ] = sums.decode
         x[_ROWS] = sums.attended
         x[_INDEX_PAIRS] = sums.rows + sums.pairs
         x[_INDEX_ROWS] = sums.rows
         if sums.prefill:
-            self._prefill(x, sums, 1.0, sums.context)
+            self._prefill(x, sums, sums.prefill, sums.pairs, sums.chosen, sums.context)
 
-    def _dp(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
+    def _dp(self, x: Rows, batch: Batch, sums: Sums) -> None:
         decode = batch.decode_tokens
         x[_ABSORBED] = x[_READ] = x[_HERE] = decode
         if sums.rows:
             x[_ROWS] = self._own_rows(batch, sums)
         x[_INDEX_PAIRS] = x[_INDEX_ROWS] = batch.decode_context
         if sums.prefill:
-            x[_HERE] += batch.prefill_tokens
+            tokens = batch.prefill_tokens
+            x[_HERE] += tokens
             x[_INDEX_PAIRS] += batch.prefill_pairs
-            self._prefill(x, sums, batch.prefill_tokens / sums.prefill, batch.prefill_context)
-            self._own_pairs(x, batch, sums)
+            # A rank has its own requests only, so the pairs are distributed as theirs, not as tokens; and however long
+            # theirs are, a token attends to no more rows than the indexer leaves.
+            pairs = batch.prefill_pairs * (sums.pairs / np.add.reduce(batch.prefill_pairs))
+            chosen = pairs if sums.dense else np.minimum(pairs, self._top_k * tokens)
+            self._prefill(x, sums, sums.prefill * (tokens / sums.prefill), pairs, chosen, batch.prefill_context)
 
-    def _own_pairs(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
-        """Where a rank has its own requests only, the pairs are distributed as theirs, not as tokens; and however long
-        theirs are, a token attends to no more rows than the indexer leaves."""
-        pairs = batch.prefill_pairs * (sums.pairs / batch.prefill_pairs.sum())
-        if sums.dense:
-            x[_PAIRS] = pairs
-        else:
-            x[_SPARSE_ROWS] = np.minimum(pairs, self._top_k * batch.prefill_tokens)
-
-    def _own_rows(self, batch: Batch, sums: _Sums) -> np.ndarray:
+    def _own_rows(self, batch: Batch, sums: Sums) -> np.ndarray:
         """[N] rows that decode tokens attend to where each rank has those of its own requests."""
         if self._padded or math.isinf(self._top_k):
             return batch.decode_context * (sums.attended / sums.rows)
         return np.minimum(batch.decode_context, self._top_k * batch.decode_tokens)
 
-    def _cp(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
+    def _cp(self, x: Rows, batch: Batch, sums: Sums) -> None:
         ranks = self._ranks
         decode = batch.decode_tokens
         x[_ABSORBED] = x[_HERE] = decode
@@ -195,15 +205,18 @@ class Quantities:
             x[_INDEX_PAIRS] = x[_INDEX_ROWS] = np.maximum(sums.rows / ranks, decode * min(self._page, mean))
         if sums.prefill:
             largest = min(sums.prefill, math.ceil(sums.prefill / (ranks * self._page)) * self._page)
-            share = np.full(ranks, (1 - largest / sums.prefill) / (ranks - 1))
+            share = np.empty(ranks)
+            share[:] = (1 - largest / sums.prefill) / (ranks - 1)
             share[0] = largest / sums.prefill
-            x[_HERE] += sums.prefill * share
+            tokens, pairs = sums.prefill * share, sums.pairs * share
+            x[_HERE] += tokens
             x[_FETCHED] = sums.context * (ranks - 1) / ranks
             x[_FETCHES] = math.ceil(sums.context / self._block)
-            x[_INDEX_PAIRS] += sums.pairs * share
-            self._prefill(x, sums, share, sums.context * (share > 0))  # who has no query needs no keys
+            x[_INDEX_PAIRS] += pairs
+            # Who has no query needs no keys.
+            self._prefill(x, sums, tokens, pairs, sums.chosen * share, sums.context * (share > 0))
 
-    def _dop(self, x: np.ndarray, batch: Batch, sums: _Sums) -> None:
+    def _dop(self, x: Rows, batch: Batch, sums: Sums) -> None:
         ranks = self._ranks
         decode = batch.decode_tokens
         x[_HERE] = sums.decode + sums.prefill
@@ -219,5 +232,5 @@ class Quantities:
             x[_FETCHED] = np.maximum(before * (ranks - 1), crossing - before)
             x[_FETCHES] = math.ceil(sums.context / self._block) if crossing else 0
             x[_INDEX_PAIRS] += batch.prefill_pairs
-            self._prefill(x, sums, 1.0, sums.context)
+            self._prefill(x, sums, sums.prefill, sums.pairs, sums.chosen, sums.context)
             x[_INDEX_ROWS] += batch.prefill_context - sums.context  # keys are read where they lie

@@ -18,7 +18,8 @@ def take_in(
 
     Most rows bring one token of a request that goes on and wants nothing else: they take the short way.
     """
-    deltas, step, errors = [], result.step, result.errors
+    deltas: list[TokenDelta] = []
+    step, errors, add = result.step, result.errors, deltas.append
     for sequence, token, begin, stop in _wanted(plan, sequences, result):
         if step <= sequence.void_through:
             continue
@@ -26,9 +27,9 @@ def take_in(
         goes_on = sequence.first_total <= len(known) < sequence.plain_below and token not in sequence.stops
         if goes_on and not errors:
             known.append(token)
-            deltas.append(TokenDelta(sequence.id, (token,)))
+            add(TokenDelta(sequence.id, (token,)))
         else:
-            deltas.append(_take(sequence, plan, result, begin, stop, end))
+            add(_take(sequence, plan, result, begin, stop, end))
     return deltas
 
 

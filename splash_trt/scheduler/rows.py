@@ -6,7 +6,7 @@ import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.partition import rank_counts, token_ranks
-from splash_trt.plan import LAST_SAMPLED, SAMPLE, SAMPLING_DTYPE, Plan, SlotControls, encode_controls
+from splash_trt.plan import LAST_SAMPLED, NO_SAMPLING, SAMPLE, SAMPLING_DTYPE, Plan, SlotControls, encode_controls
 from splash_trt.scheduler.ledger import Changes, stacked
 from splash_trt.scheduler.sequence import Sequence
 from splash_trt.scheduler.slots import Slots
@@ -21,14 +21,14 @@ class RowBuilder:
         self._layout = layout
         self._slots = slots
         n = len(decodes)
-        self._slot: list[np.ndarray] = [decodes]
-        self._start: list[np.ndarray] = [slots.computed[decodes]]
-        self._count: list[np.ndarray] = [np.ones(n, np.int64)]
+        self._decodes = decodes
+        self._start = slots.computed[decodes]
+        self._chunks: list[tuple[int, int, int]] = []  # slot, start, count
         self._token: list[np.ndarray] = [np.full(n, LAST_SAMPLED, np.int64)]
         self._want: list[np.ndarray] = [np.arange(n)]
         self._target: list[np.ndarray] = [np.full(n, SAMPLE, np.int64)]
         self.num_tokens = n
-        slots.computed[decodes] += 1
+        slots.computed[decodes] = self._start + 1
         slots.total[decodes] += 1
 
     def prefill(self, slot: int, count: int) -> None:
@@ -36,9 +36,7 @@ class RowBuilder:
         slots, sequence = self._slots, self._slots.sequence(slot)
         start = int(slots.computed[slot])
         end = start + count
-        self._slot.append(np.array([slot]))
-        self._start.append(np.array([start]))
-        self._count.append(np.array([count]))
+        self._chunks.append((slot, start, count))
         self._token.append(sequence.known(start, end))
         if sequence.request.sampling.prompt_logprobs is not None:
             first = max(start, sequence.scored)
@@ -56,9 +54,7 @@ class RowBuilder:
     def plan(self, step: int, changes: Changes, switcher: Switcher) -> Plan:
         """The rows so far as plan `step`, with what the ledger and the switch have for it."""
         config = self._config
-        slot = np.concatenate(self._slot).astype(np.int32)
-        start = np.concatenate(self._start).astype(np.int32)
-        count = np.concatenate(self._count).astype(np.int32)
+        slot, start, count = self._rows()
         home = self._slots.home[slot]
         absorbed = count <= config.most_absorbed(self._layout)
         ranks = token_ranks(
@@ -66,7 +62,8 @@ class RowBuilder:
         )
         counts = rank_counts(ranks, self.num_tokens, config.num_ranks)
         moves, weights = switcher.take_moves()
-        local = np.array(changes.local_moves, np.int32).reshape(-1, 6)
+        if changes.local_moves:
+            moves = np.concatenate([np.array(changes.local_moves, np.int32), moves])
         return Plan(
             step=step,
             epoch=switcher.epoch,
@@ -76,16 +73,16 @@ class RowBuilder:
             count=count,
             home=home,
             absorbed=absorbed,
-            token=np.concatenate(self._token),
-            want_index=np.concatenate(self._want).astype(np.int32),
-            want_target=np.concatenate(self._target),
+            token=_joined(self._token),
+            want_index=_joined(self._want).astype(np.int32),
+            want_target=_joined(self._target),
             counts=counts,
             bucket=int(counts.max()),
             tables=stacked(changes.tables),
             sampling=_sampling(changes.opened),
             controls=encode_controls([_controls(s) for s in changes.opened if s.request.sampling.controlled]),
-            controlled=np.flatnonzero(self._slots.controlled).astype(np.int32),
-            moves=np.concatenate([local, moves]),
+            controlled=self._slots.controlled.nonzero()[0].astype(np.int32),
+            moves=moves,
             attempt=switcher.attempt,
             armed=switcher.armed(slot),
             target_tables=stacked(changes.target_tables),
@@ -93,9 +90,24 @@ class RowBuilder:
             weights=weights,
         )
 
+    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[R] int32 each: slot, start, count."""
+        decodes, n = self._decodes, len(self._decodes)
+        rows = np.empty((3, n + len(self._chunks)), np.int32)
+        rows[0, :n], rows[1, :n], rows[2, :n] = decodes, self._start, 1
+        if self._chunks:
+            rows[:, n:] = np.array(self._chunks).T
+        return rows[0], rows[1], rows[2]
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
 
 def _sampling(admitted: list[Sequence]) -> np.ndarray:
     """[P] of SAMPLING_DTYPE for sequences that have just got their slots."""
+    if not admitted:
+        return NO_SAMPLING
     out = np.zeros(len(admitted), SAMPLING_DTYPE)
     for entry, sequence in zip(out, admitted, strict=True):
         p = sequence.request.sampling

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from splash_trt.cache.directory import Directory
@@ -42,8 +42,7 @@ from splash_trt.scheduler.sequence import Sequence, WaitingQueue
 from splash_trt.scheduler.switcher import Switcher
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(msgspec.Struct, frozen=True):
     """A plan that was sent and the sequences of its rows."""
 
     plan: Plan
@@ -101,7 +100,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return int(self._ledger.running_at.sum())
+        return sum(self._ledger.running_at.tolist())
 
     @property
     def running_by_rank(self) -> np.ndarray:
@@ -249,13 +248,17 @@ class Scheduler:
     def _prompts(self, rows: RowBuilder) -> None:
         """Chunks of prompts: of those that hold cache, senior ones first, and of waiting ones that get some now."""
         s = self._slots
-        slots = s.senior_first(np.flatnonzero(s.live & (s.computed < s.admitted)))
+        begun = (s.live & (s.computed < s.admitted)).nonzero()[0]
+        admits = len(self._queue) and s.any_free and not self.switcher.holds_admissions
+        if not len(begun) and not admits:
+            return
+        begun = s.senior_first(begun)
         room = self._config.max_batch_tokens - rows.num_tokens
-        need = (s.admitted - s.computed)[slots].tolist()
-        slots = slots.tolist()
+        need = (s.admitted[begun] - s.computed[begun]).tolist()
+        slots = begun.tolist()
         owned = SPECS[self.layout].placement is PlacementKind.OWNED
         alone = owned and SPECS[self.layout].tokens is Tokens.SPREAD  # each prompt is computed on one rank
-        if self._slots.any_free and len(self._queue) and not self.switcher.holds_admissions:
+        if admits:
             self._admit(slots, need, room, alone)
         owners = s.home[slots].tolist() if alone else []
         for slot, count in zip(slots, spread(need, owners, room) if alone else in_turn(need, room), strict=True):

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
@@ -67,7 +68,7 @@ def cheapest_price(
                 continue
             absorbed = plan.count <= config.most_absorbed(layout)
             if np.array_equal(absorbed, plan.absorbed):
-                here = dataclasses.replace(batch, layout=layout)
+                here = msgspec.structs.replace(batch, layout=layout)
             else:
                 here = Batch.of(dataclasses.replace(plan, layout=layout, absorbed=absorbed), config.num_ranks)
             if layout is Layout.DP and not absorbed.all():
@@ -87,7 +88,7 @@ def _spread(batch: Batch, prompts: int) -> Batch:
         out[ranks] = values.sum() / len(ranks)
         return out
 
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         batch,
         prefill_tokens=even(batch.prefill_tokens),
         prefill_pairs=even(batch.prefill_pairs),

@@ -162,8 +162,7 @@ class _Run:
 
     def _look(self, series: Series, now: float, engine: SimulatedEngine) -> None:
         scheduler = self._scheduler
-        directory = scheduler.directory
-        share = float(directory.live_pages().sum() / max(1, directory.limits().sum()))
+        share = scheduler.directory.share_held()
         running, waiting = scheduler.num_running, scheduler.num_waiting
         series.add(now, int(engine.layout), engine.output_tokens, engine.prompt_tokens, running, waiting, share)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_a_fit_finds_the_device_behind_the_times() -> None:
     cost = CostModel(model, settings, truth)
     batches = [decode(layout, 2, n, c) for layout in Layout for n in (1, 3, 8, 32, 64) for c in (40, 300, 2000)]
     batches += [prefill(layout, 2, n, s) for layout in Layout for n in (20, 100, 500, 2000) for s in (0, 700, 3000)]
-    batches += [replace(batches[0], moved_bytes=n << 20) for n in (8, 64)]
+    batches += [msgspec.structs.replace(batches[0], moved_bytes=n << 20) for n in (8, 64)]
     samples = [Sample(batch, cost.step_s(batch)) for batch in batches]
     start = BUILT_IN["cpu"]
     fitted = fit(model, settings, start, samples[::2])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
 from splash_trt.config import Formats, Layout
 from splash_trt.scheduler.cost_model import CostModel
@@ -33,8 +34,8 @@ def test_regimes(device: str, indexer: bool) -> None:
 @pytest.mark.parametrize("device", ["h200", "cpu"])
 def test_parts_add_up(layout: Layout, device: str) -> None:
     both = prefill(layout, 4, 300, 700)
-    both = replace(both, decode_tokens=np.array([3.0, 0, 1, 2]), decode_context=np.array([900.0, 0, 10, 70]))
-    both = replace(both, moved_bytes=1 << 20, sampled=7, decode_longest=400)
+    both = changed(both, decode_tokens=np.array([3.0, 0, 1, 2]), decode_context=np.array([900.0, 0, 10, 70]))
+    both = changed(both, moved_bytes=1 << 20, sampled=7, decode_longest=400)
     for concurrent in (None, 2):
         model = CostModel(splash_tiny(), config(4), replace(BUILT_IN[device], concurrent_ranks=concurrent))
         for batch in (both, decode(layout, 4, 9, 200), decode(layout, 4, 1, 20), prefill(layout, 4, 70)):
@@ -46,14 +47,14 @@ def test_copies_cost_what_was_measured() -> None:
     """On an H200 64 MB beside a step of 1.25 ms cost 2.1 %, 4 MB nearly nothing."""
     model = CostModel(splash_tiny(), config(2), BUILT_IN["h200"])
     batch = decode(Layout.DP, 2, 2, 100)
-    cost = {size: model.step_s(replace(batch, moved_bytes=size * 10**6)) - model.step_s(batch) for size in (4, 64)}
+    cost = {size: model.step_s(changed(batch, moved_bytes=size * 10**6)) - model.step_s(batch) for size in (4, 64)}
     assert cost[64] / 1.25e-3 == pytest.approx(0.021, abs=0.001)
     assert cost[4] / 1.25e-3 < 0.002
-    only = replace(decode(Layout.DP, 2, 0, 1), moved_bytes=10**9)
+    only = changed(decode(Layout.DP, 2, 0, 1), moved_bytes=10**9)
     assert model.step_s(only) == pytest.approx(1.75 / 4.3e3, rel=0.01)
     for _ in range(100):
         model.observe(batch, 1.3 * model.step_s(batch))
-    moving = replace(batch, moved_bytes=64 * 10**6)
+    moving = changed(batch, moved_bytes=64 * 10**6)
     assert model.copies_s(64e6, Layout.DP) == pytest.approx(model.step_s(moving) - model.step_s(batch))
 
 
@@ -100,7 +101,7 @@ def test_observed_steps_correct_predictions() -> None:
         model.observe(tp, 1.5 * before[Layout.TP])
     assert model.step_s(tp) == pytest.approx(1.5 * before[Layout.TP], rel=0.02)
     assert model.step_s(dp) == pytest.approx(1.5 * before[Layout.DP], rel=0.03)  # never ran: the common part
-    moving = replace(tp, moved_bytes=1 << 20)
+    moving = changed(tp, moved_bytes=1 << 20)
     model.observe(moving, 100.0)
     assert model.step_s(tp) == pytest.approx(1.5 * before[Layout.TP], rel=0.02)
     assert sum(model.parts(tp).values()) == pytest.approx(before[Layout.TP])

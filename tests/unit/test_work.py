@@ -20,7 +20,7 @@ FP8 = Formats(weights="fp8", attention="fp8")
 def named(model: ModelConfig, batch: Batch, num_ranks: int, formats: Formats | None = None, dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]  # noqa: E501
     """Per operation: (flops [N], bytes [N], launches [N])."""
     work = LayoutWork(model, config(num_ranks, formats, dtype), batch.layout)
-    x = work.quantities.of(batch)
+    x = work.quantities.of(batch, work.quantities.sums(batch))
     ranks = (len(work.operations), num_ranks)
     values = [np.broadcast_to(part, ranks) for part in (work.flops @ x, work.bytes @ x, work.launches @ x)]
     return {op.name: tuple(part[i] for part in values) for i, op in enumerate(work.operations)}
