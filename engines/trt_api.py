@@ -53,9 +53,6 @@ class Features:
     """Builds for GPUs that are not there."""
     dist_collective: bool
     plugins: bool
-    communicator: bool
-    """Contexts take the communicator that DistCollective layers use."""
-    kv_cache_update: bool
 
 
 def probe(trt: Any) -> Features:
@@ -66,8 +63,6 @@ def probe(trt: Any) -> Features:
         capability_lists=hasattr(trt.IBuilderConfig, "set_compute_capability"),
         dist_collective=hasattr(network, "add_dist_collective"),
         plugins=hasattr(network, "add_plugin_v3"),
-        communicator=hasattr(trt.IExecutionContext, "set_communicator"),
-        kv_cache_update=hasattr(network, "add_kv_cache_update"),
     )
 
 
@@ -180,7 +175,7 @@ class Api:
         return int(engine.device_memory_size_v2)
 
 
-def load_api(gpu: str | None, targets: Sequence[str] = ()) -> Api:
+def load_api(gpu: str | None, targets: Sequence[str]) -> Api:
     """Full TensorRT where it is installed and builds for `targets`, else TensorRT-RTX.
 
     gpu: the GPU here, such as sm_90; None: there is none. Raises ValueError with a remedy where neither fits.
@@ -195,8 +190,6 @@ def load_api(gpu: str | None, targets: Sequence[str] = ()) -> Api:
             "engine: neither tensorrt nor tensorrt_rtx is installed; pip install 'splash-trt[rtx]' brings TensorRT-RTX"
             ", which builds on any machine (docs/tensorrt.md)"
         )
-    if not targets:
-        return found[-1]
     problems = []
     for api in found:
         try:

@@ -32,7 +32,6 @@ def package(name: str, version: str, *, flags: tuple[str, ...], network: tuple[s
         NetworkDefinitionCreationFlag=SimpleNamespace(**{flag: index for index, flag in enumerate(flags)}),
         INetworkDefinition=SimpleNamespace(**dict.fromkeys(network)),
         IBuilderConfig=SimpleNamespace(),
-        IExecutionContext=SimpleNamespace(),
         **more,
     )
 
@@ -41,21 +40,20 @@ FULL_10 = package(
     "tensorrt", "10.14.1", flags=("EXPLICIT_BATCH", "STRONGLY_TYPED"), network=("add_plugin_v2", "add_plugin_v3")
 )
 FULL_11 = package(
-    "tensorrt", "11.1.0", flags=("STRONGLY_TYPED",),
-    network=("add_plugin_v3", "add_dist_collective", "add_kv_cache_update", "add_attention_v2"),
-)  # fmt: skip
+    "tensorrt", "11.1.0", flags=("STRONGLY_TYPED",), network=("add_plugin_v3", "add_dist_collective")
+)
 
 
 def test_features() -> None:
     assert probe(FULL_10) == Features(
-        explicit_batch_flag=True, capability_lists=False, dist_collective=False, plugins=True, communicator=False,
-        kv_cache_update=False,
-    )  # fmt: skip
-    assert probe(FULL_11).dist_collective and probe(FULL_11).kv_cache_update and not probe(FULL_11).explicit_batch_flag
+        explicit_batch_flag=True, capability_lists=False, dist_collective=False, plugins=True
+    )
+    assert probe(FULL_11) == Features(
+        explicit_batch_flag=False, capability_lists=False, dist_collective=True, plugins=True
+    )
     assert api().features == Features(
-        explicit_batch_flag=False, capability_lists=True, dist_collective=True, plugins=False, communicator=True,
-        kv_cache_update=True,
-    )  # fmt: skip
+        explicit_batch_flag=False, capability_lists=True, dist_collective=True, plugins=False
+    )
 
 
 @pytest.mark.parametrize(("trt", "bits"), [(FULL_10, 0b11), (FULL_11, 0b1)])
@@ -82,7 +80,6 @@ def test_targets() -> None:
         ("both", "sm_90", ["sm_90"], "tensorrt"),
         ("both", "sm_89", ["sm_89", "sm_120"], "tensorrt_rtx"),
         ("both", None, ["sm_120"], "tensorrt_rtx"),
-        ("both", None, [], "tensorrt_rtx"),
         ("full", "sm_100", ["sm_100"], "tensorrt"),
     ],
 )
