@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from splash_engines.manifest import checksum
+
 LOCK = "lock"
 WRITING = "writing"  # a file that has no name of its own yet; a killed builder leaves one, and the next writes over it
+
+_AGAIN = "build again, or choose another place with --plan-cache"
 
 
 class Entry(msgspec.Struct, kw_only=True, frozen=True):
@@ -42,12 +45,12 @@ class PlanCache:
             data = self.path(key).read_bytes()
         except (OSError, ValueError):  # msgspec's errors are of the latter
             return None
-        return entry if (entry.key, entry.checksum) == (key, plan_checksum(data)) else None
+        return entry if (entry.key, entry.checksum) == (key, checksum(data)) else None
 
     def add(self, key: str, data: bytes, seconds: float) -> Entry:
         """Keep a plan that was built, unless another builder has added one meanwhile; the entry of the one that is
         kept. ValueError names the folder where it cannot be written."""
-        entry = Entry(key=key, num_bytes=len(data), checksum=plan_checksum(data), seconds=round(seconds, 3))
+        entry = Entry(key=key, num_bytes=len(data), checksum=checksum(data), seconds=round(seconds, 3))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._alone():
@@ -61,13 +64,16 @@ class PlanCache:
             ) from error
         return found or entry
 
-    def read(self, key: str, checksum: str) -> bytes:
-        """A plan that was found or added. ValueError, naming the file and a remedy, if it is that one no longer."""
+    def read(self, key: str, expected: str) -> bytes:
+        """A plan that was found or added; expected: its entry's checksum.
+
+        ValueError, naming the file and a remedy, if it is that one no longer.
+        """
         try:
             data = self.path(key).read_bytes()
         except OSError as error:
             raise ValueError(f"{self.path(key)}: cannot be read: {error.strerror or error}; {_AGAIN}") from error
-        if plan_checksum(data) != checksum:
+        if checksum(data) != expected:
             raise ValueError(f"{self.path(key)}: was changed while it was in use; {_AGAIN}")
         return data
 
@@ -85,10 +91,3 @@ class PlanCache:
         """Whole or not at all."""
         (self.folder / WRITING).write_bytes(data)
         os.replace(self.folder / WRITING, path)
-
-
-_AGAIN = "build again, or choose another place with --plan-cache"
-
-
-def plan_checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -6,7 +6,6 @@ TensorRT's own: -1 is a dimension that a profile bounds, and dimensions of one n
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from splash_engines.manifest import checksum
 from splash_engines.trt_api import Api, BuildFailure
 
 Dim = int | str
-DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int32": "int32", "int64": "int64", "bool": "bool"}
 _NUMPY = {"float32": np.float32, "int32": np.int32, "int64": np.int64}
 
 
@@ -45,7 +44,7 @@ class Graph:
     def fingerprint(self) -> str:
         """Of everything that makes the network: nodes, attributes, constants, names, inputs and outputs."""
         text = json.dumps([self.segment, self._record], separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return checksum(text.encode())
 
     @contextmanager
     def scope(self, name: str, **meaning: Any) -> Iterator[None]:
@@ -185,7 +184,7 @@ class Graph:
             return self._node("dist_collective", "", x, self.num_ranks)
 
     def _dtype(self, name: str) -> Any:
-        return getattr(self.trt, DTYPES[name])
+        return getattr(self.trt, name)
 
     def _node(
         self,

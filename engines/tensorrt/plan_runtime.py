@@ -11,10 +11,9 @@ and `tensorrt_rtx` 1.7 have in common.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -223,23 +222,19 @@ class PlanExecutor:
     def __init__(self, pool: PlanPool, plans: Mapping[str, Plan]) -> None:
         self._pool = pool
         self._plans = dict(plans)
+        self._signatures = {kind: _signature(plan) for kind, plan in plans.items()}
+        self._dtypes = {kind: _dtypes(plan) for kind, plan in plans.items()}
         self._retired = False
         pool.load({plan.key: plan for plan in plans.values()})
 
     def signature(self, kind: str) -> Signature | None:
-        plan = self._plans.get(kind)
-        if plan is None:
-            return None
-        outputs = {name: (shape, DTYPES[dtype]) for name, shape, dtype in plan.outputs}
-        return Signature(inputs=tuple(name for name, _, _ in plan.inputs), outputs=outputs)
+        return self._signatures.get(kind)
 
     def run(self, kind: str, layer: int | None, inputs: Tensors, outputs: Tensors) -> None:
         assert not self._retired, f"{kind}: executed on a set of engines that was swapped out"
-        plan = self._plans[kind]
-        declared = {name: DTYPES[dtype] for name, _, dtype in (*plan.inputs, *plan.outputs)}
         given = {name: tensor.dtype for name, tensor in {**inputs, **outputs}.items()}
-        assert given == declared, f"{kind}: given {given}, takes {declared}"
-        self._pool.run(plan.key, layer, inputs, outputs)
+        assert given == self._dtypes[kind], f"{kind}: given {given}, takes {self._dtypes[kind]}"
+        self._pool.run(self._plans[kind].key, layer, inputs, outputs)
 
     def activate(self) -> None:
         self._retired = False
@@ -249,36 +244,11 @@ class PlanExecutor:
         self._retired = True
 
 
-class Swappable(Protocol):
-    def activate(self) -> None: ...
-
-    def retire(self) -> None: ...
-
-
-Set = TypeVar("Set", bound=Swappable)
+def _signature(plan: Plan) -> Signature:
+    outputs = {name: (shape, DTYPES[dtype]) for name, shape, dtype in plan.outputs}
+    return Signature(inputs=tuple(name for name, _, _ in plan.inputs), outputs=outputs)
 
 
-class ActiveSet(Generic[Set]):
-    """The set of engines that steps run on: one reference, which a step takes once and a swap sets between steps."""
-
-    def __init__(self, first: Set) -> None:
-        self._active = first
-        self._in_step = False
-
-    @contextmanager
-    def step(self) -> Iterator[Set]:
-        """The set, for the whole of one step."""
-        assert not self._in_step, "a step inside a step"
-        self._in_step = True
-        try:
-            yield self._active
-        finally:
-            self._in_step = False
-
-    def swap(self, to: Set) -> Set:
-        """At a batch boundary: the next step runs on `to`. Returns the old set, which executes nothing any more."""
-        assert not self._in_step, "engines are swapped between steps"
-        before, self._active = self._active, to
-        before.retire()
-        to.activate()
-        return before
+def _dtypes(plan: Plan) -> dict[str, torch.dtype]:
+    """Of inputs and outputs."""
+    return {name: DTYPES[dtype] for name, _, dtype in (*plan.inputs, *plan.outputs)}

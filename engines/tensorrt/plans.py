@@ -6,7 +6,6 @@ version. So equal segments of other layouts, ranks and models are built once, an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from splash_engines.manifest import checksum
 from splash_engines.tensorrt.cache import Entry, PlanCache
 from splash_engines.tensorrt.graph import Graph
 from splash_engines.tensorrt.segments import SEGMENTS, Lowering
@@ -32,6 +32,8 @@ MOST_RANKS, MOST_TOKENS, MOST_PAGE_TOKENS = 1024, 1 << 20, 4096
 
 Range = tuple[int, int, int]
 """Least, best and largest size of a dimension."""
+TensorList = tuple[tuple[str, tuple[int, ...], str], ...]
+"""(name, shape with -1 for what varies, type as TensorRT calls it) of each."""
 Progress = Callable[[str, float], None]
 """Called with what is being built and how much of everything is done, 0 to 1."""
 
@@ -52,7 +54,6 @@ class PlanSettings:
     layouts: tuple[Layout, ...] = tuple(Layout)
     dtype: str = "bfloat16"
     max_batch_tokens: int = 8192
-    context_block_tokens: int = 8192
     page_tokens: int = 64
     form: Form | None = None
     """None: the one that suits the model's size."""
@@ -65,11 +66,7 @@ class PlanSettings:
             raise ValueError(f"ranks: {given!r} must be one or more numbers from 1 to {MOST_RANKS}, such as 1,2,4")
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype: {self.dtype!r} is none that networks are built in; give bfloat16 or float32")
-        for name, most in (
-            ("max_batch_tokens", MOST_TOKENS),
-            ("context_block_tokens", MOST_TOKENS),
-            ("page_tokens", MOST_PAGE_TOKENS),
-        ):
+        for name, most in (("max_batch_tokens", MOST_TOKENS), ("page_tokens", MOST_PAGE_TOKENS)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}: {getattr(self, name)} is not from 1 to {most}")
 
@@ -83,7 +80,7 @@ class PlanSettings:
         """Of decode steps and of prefill steps, by the dimensions' names (graph.input)."""
         pages = -(-model.max_positions // self.page_tokens)
         same = {
-            "C": _range(2048, self.context_block_tokens),
+            "C": _range(2048, max(1024, 2 * self.max_batch_tokens)),  # EngineConfig.context_block on GPUs
             "U": _range(16, pages),
             "rows": _range(1 << 16, (1 << 31) // max(1, model.row_width)),
         }
@@ -111,13 +108,11 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """inputs and outputs: (name, shape with -1 for what varies, type as TensorRT calls it)."""
-
     key: str
     kind: str
-    num_layers: int
-    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
-    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    """As in Use."""
+    inputs: TensorList
+    outputs: TensorList
     num_bytes: int
     checksum: str
 
@@ -147,14 +142,14 @@ def build_plans(
 ) -> Built:
     """Build what `cache` does not hold yet. BuildFailure names the segment and the node."""
     builder = api.create_builder()
-    waiting: dict[str, tuple[str, Graph]] = {}
+    waiting: dict[str, Graph] = {}
     uses = tuple(_uses(api, builder, model, settings, waiting))
     plans: dict[str, Plan] = {}
     seconds: dict[str, float] = {}
     cached: set[str] = set()
-    for index, (key, (kind, graph)) in enumerate(waiting.items()):
+    for index, (key, graph) in enumerate(waiting.items()):
 
-        def report(phase: str, done: float, index: int = index, kind: str = kind) -> None:
+        def report(phase: str, done: float, index: int = index, kind: str = graph.segment) -> None:
             if progress is not None:
                 progress(kind, (index + done) / len(waiting))
 
@@ -169,7 +164,7 @@ def build_plans(
                 config.add_optimization_profile(_profile(builder, graph, profile))
             data = api.build(builder, graph.network, config, report)
             entry = cache.add(key, data, time.monotonic() - begin)
-        plans[key] = _plan(key, kind, graph, entry)
+        plans[key] = _plan(key, graph, entry)
         seconds[key] = entry.seconds
     if progress is not None:
         progress("", 1.0)
@@ -195,10 +190,11 @@ def kinds_of(model: ModelConfig, sizes: Sizes, form: Form) -> list[tuple[str, in
 
 
 def _uses(
-    api: Api, builder: Any, model: ModelConfig, settings: PlanSettings, waiting: dict[str, tuple[str, Graph]]
+    api: Api, builder: Any, model: ModelConfig, settings: PlanSettings, waiting: dict[str, Graph]
 ) -> Iterator[Use]:
-    """Who needs what; `waiting` gets each different network once."""
-    seen: dict[Any, tuple[str, str] | None] = {}
+    """Who needs what; `waiting` gets each different network once, by its plan's key."""
+    lowered: dict[Any, tuple[str, str] | None] = {}
+    """(segment, key) of what was lowered already, None where there was nothing to compute."""
     for num_ranks in settings.ranks:
         for layout in settings.layouts:
             summed = settings.collectives_in and SPECS[layout].tokens is Tokens.EVERYWHERE and num_ranks > 1
@@ -209,15 +205,15 @@ def _uses(
                 sizes = sizes_of(model, layout, rank, num_ranks, settings.page_tokens)
                 plans = {}
                 for kind, heads in kinds_of(model, sizes, settings.form_for(model)):
-                    made = (kind, heads, sizes, lowering.num_ranks)
-                    if made not in seen:
+                    asked = (kind, heads, sizes, lowering.num_ranks)
+                    if asked not in lowered:
+                        lowered[asked] = None
                         graph = lowering(kind, sizes, heads)
-                        seen[made] = None
                         if graph is not None:
                             key = _key(api, model, settings, graph)
-                            waiting.setdefault(key, (graph.segment, graph))
-                            seen[made] = (graph.segment, key)
-                    if (found := seen[made]) is not None:
+                            waiting.setdefault(key, graph)
+                            lowered[asked] = (graph.segment, key)
+                    if (found := lowered[asked]) is not None:
                         plans[found[0]] = found[1]
                 yield Use(num_ranks=num_ranks, layout=layout, rank=rank, plans=plans)
 
@@ -225,7 +221,7 @@ def _uses(
 def _key(api: Api, model: ModelConfig, settings: PlanSettings, graph: Graph) -> str:
     profiles = [sorted(profile.items()) for profile in settings.profiles(model)]
     content = [RECIPE, api.name, api.version, list(settings.targets), profiles, graph.fingerprint]
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+    return checksum(json.dumps(content).encode())
 
 
 def _profile(builder: Any, graph: Graph, ranges: Mapping[str, Range]) -> Any:
@@ -242,14 +238,13 @@ def _profile(builder: Any, graph: Graph, ranges: Mapping[str, Range]) -> Any:
     return profile
 
 
-def _plan(key: str, kind: str, graph: Graph, entry: Entry) -> Plan:
+def _plan(key: str, graph: Graph, entry: Entry) -> Plan:
     network = graph.network
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
     return Plan(
         key=key,
-        kind=kind,
-        num_layers=network.num_layers,
+        kind=graph.segment,
         inputs=_tensors(inputs),
         outputs=_tensors(outputs),
         num_bytes=entry.num_bytes,
@@ -257,5 +252,5 @@ def _plan(key: str, kind: str, graph: Graph, entry: Entry) -> Plan:
     )
 
 
-def _tensors(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def _tensors(tensors: Sequence[Any]) -> TensorList:
     return tuple((t.name, tuple(t.shape), t.dtype.name) for t in tensors)

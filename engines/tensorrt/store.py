@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from splash_engines.manifest import Place, StoredFile, checksum
-from splash_engines.tensorrt.cache import PlanCache, plan_checksum
+from splash_engines.tensorrt.cache import PlanCache
 from splash_engines.tensorrt.plans import Plan, PlanSet, Use
 from splash_engines.whole_folder import writing
 from splash_trt.config import Layout
@@ -129,6 +129,6 @@ def plan_bytes(folder: Path, plan: Plan) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}; {_REBUILD}") from error
-    if plan_checksum(data) != plan.checksum:
+    if checksum(data) != plan.checksum:
         raise ValueError(f"{path}: was changed or damaged after it was built; {_REBUILD}")
     return data

@@ -15,7 +15,7 @@ import torch
 from splash_engines import ops
 from splash_engines.tensorrt.plan_device import CudaDevice
 from splash_engines.tensorrt.plan_runtime import DTYPES, PlanExecutor, PlanPool
-from splash_engines.tensorrt.plans import Plan
+from splash_engines.tensorrt.plans import Plan, TensorList
 from splash_engines.trt_api import Api, capability_name, load_api
 
 pytestmark = pytest.mark.tensorrt
@@ -57,14 +57,14 @@ class Built:
         data = self.api.build(self.builder, self.network, self.config)
         count = self.network.num_inputs
         plan = Plan(
-            key="built", kind="built", num_layers=self.network.num_layers, num_bytes=len(data), checksum="",
+            key="built", kind="built", num_bytes=len(data), checksum="",
             inputs=self._tensors(self.network.get_input(i) for i in range(count)),
             outputs=self._tensors(outputs.values()),
         )  # fmt: skip
         return PlanExecutor(PlanPool(self.api, CudaDevice(), lambda plan: data), {"built": plan})
 
     @staticmethod
-    def _tensors(tensors: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    def _tensors(tensors: Any) -> TensorList:
         return tuple((t.name, tuple(t.shape), t.dtype.name) for t in tensors)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from splash_engines.tensorrt import plan_runtime
-from splash_engines.tensorrt.plan_runtime import ActiveSet, PlanExecutor, PlanPool
-from splash_engines.tensorrt.plans import Plan
+from splash_engines.tensorrt.active_set import ActiveSet
+from splash_engines.tensorrt.plan_runtime import PlanExecutor, PlanPool
+from splash_engines.tensorrt.plans import Plan, TensorList
 from splash_trt.config import Layout
 from tests.layouts.harness import Models
 from tests.oracles.tensorrt_runtime import Device, Network, ProtocolError, Recorder
@@ -38,13 +39,11 @@ def network(name: str, factor: float = 2.0, scratch: int = 512) -> Network:
 
 
 def plan_of(network: Network) -> Plan:
-    def listed(
-        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    ) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    def listed(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> TensorList:
         return tuple((name, shape, NAMES[dtype]) for name, (shape, dtype) in tensors.items())
 
     return Plan(
-        key=network.name, kind=network.name.split("/")[0], num_layers=1, inputs=listed(network.inputs),
+        key=network.name, kind=network.name.split("/")[0], inputs=listed(network.inputs),
         outputs=listed(network.outputs), num_bytes=1, checksum="",
     )  # fmt: skip
 

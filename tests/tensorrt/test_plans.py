@@ -26,7 +26,7 @@ from splash_engines.tensorrt.sizes import sizes_of
 from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of
 from splash_engines.trt_api import BuildFailure
 from splash_trt.cli import commands
-from splash_trt.config import Layout
+from splash_trt.config import EngineConfig, Layout
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from tests.tensorrt.evaluated import api
@@ -167,6 +167,13 @@ def test_what_a_key_depends_on(model: ModelConfig, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(known, "version", "1.8")
     others.append(key(small()))
     assert len({base, *others}) == len(others) + 1
+
+
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_a_servers_blocks_of_context_are_in_the_profiles(model: ModelConfig, tokens: int) -> None:
+    config = EngineConfig(num_ranks=2, max_batch_tokens=tokens, max_running=tokens, run_on="gpu")
+    for profile in small(max_batch_tokens=tokens).profiles(model):
+        assert profile["C"][2] >= config.context_block
 
 
 def test_a_damaged_engine(built: tuple[Path, Path, str], tmp_path: Path) -> None:

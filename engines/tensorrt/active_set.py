@@ -1,0 +1,42 @@
+"""The engines of the layout that is served, swapped between two steps by setting one reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+
+class Swappable(Protocol):
+    def activate(self) -> None: ...
+
+    def retire(self) -> None: ...
+
+
+Set = TypeVar("Set", bound=Swappable)
+
+
+class ActiveSet(Generic[Set]):
+    """The set of engines that steps run on: one reference, which a step takes once and a swap sets between steps."""
+
+    def __init__(self, first: Set) -> None:
+        self._active = first
+        self._in_step = False
+
+    @contextmanager
+    def step(self) -> Iterator[Set]:
+        """The set, for the whole of one step."""
+        assert not self._in_step, "a step inside a step"
+        self._in_step = True
+        try:
+            yield self._active
+        finally:
+            self._in_step = False
+
+    def swap(self, to: Set) -> Set:
+        """At a batch boundary: the next step runs on `to`. Returns the old set, which executes nothing any more."""
+        assert not self._in_step, "engines are swapped between steps"
+        before, self._active = self._active, to
+        before.retire()
+        to.activate()
+        return before
