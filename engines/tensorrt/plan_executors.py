@@ -19,7 +19,7 @@ def executors_of(
     """The executors of the layouts that `folder` has plans for, over one pool, which is to be closed at the end.
 
     gpu: the one here, such as sm_90. Raises ValueError where the plans are damaged, for other GPUs or numbers of ranks,
-    or by another package or version than `api`, which TensorRT does not load.
+    by another package or version than `api`, which TensorRT does not load, or sum over ranks themselves.
     """
     plans = read_plans(folder)
     _check(folder, plans, f"{api.name} {api.version}", gpu)
@@ -41,4 +41,9 @@ def _check(folder: Path, plans: PlanSet, builder: str, gpu: str) -> None:
         raise ValueError(
             f"{folder}: its plans are for {', '.join(plans.settings.targets)}, and this GPU is {gpu}; build the engine "
             f"with --target {gpu}"
+        )
+    if plans.settings.collectives_in:
+        raise ValueError(
+            f"{folder}: its plans sum over ranks inside the networks, which needs a communicator, and nothing gives "
+            "them one; build the engine with --collectives border"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,11 @@ from tests.tensorrt.test_plan_runtime import WIDTH, network, plan_of
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two layouts on two ranks; rank 1 under DP shares its plan with rank 0."""
+    return engine(tmp_path)
+
+
+def engine(tmp_path: Path, **settings: Any) -> Path:
+    """Two layouts on two ranks; rank 1 under DP shares its plan with rank 0. settings: beside those of the layouts."""
     cache, plans, uses = PlanCache(tmp_path / "cache"), {}, []
     for layout in (Layout.TP, Layout.DP):
         for rank in range(2):
@@ -28,12 +33,12 @@ def folder(tmp_path: Path) -> Path:
             made = plan_of(network(f"up/{name}"))
             plans[name] = dataclasses.replace(made, key=name, checksum=entry.checksum, num_bytes=entry.num_bytes)
             uses.append(Use(num_ranks=2, layout=layout, rank=rank, plans={"up": name}))
-    settings = PlanSettings(targets=("sm_89",), ranks=(2,), layouts=(Layout.TP, Layout.DP))
-    plan_set = PlanSet(builder="stand-in 1.0", settings=settings, form=Form.PLUGIN, plans=plans, uses=tuple(uses))
-    engine = tmp_path / "engine"
-    engine.mkdir()
-    write_plans(plan_set, cache, engine)
-    return engine
+    given = PlanSettings(targets=("sm_89",), ranks=(2,), layouts=(Layout.TP, Layout.DP), **settings)
+    plan_set = PlanSet(builder="stand-in 1.0", settings=given, form=Form.PLUGIN, plans=plans, uses=tuple(uses))
+    made_folder = tmp_path / "engine"
+    made_folder.mkdir()
+    write_plans(plan_set, cache, made_folder)
+    return made_folder
 
 
 class Machine:
@@ -77,6 +82,11 @@ def test_plans_of_another_version_are_refused(folder: Path) -> None:
     machine.recorder.version = "2.0"
     with pytest.raises(ValueError, match=r"plans are by stand-in 1.0, and stand-in 2.0 is installed"):
         machine.open(folder)
+
+
+def test_plans_that_need_a_communicator_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inside the networks.*build the engine with --collectives border"):
+        Machine().open(engine(tmp_path, collectives_in=True))
 
 
 def test_a_changed_plan_is_refused(folder: Path) -> None:
