@@ -180,8 +180,15 @@ class Server:
             self._patches.enter_context(patch.object(module, "time", _counted()))
         with patch.object(llm_module, "start_worker", self._start_worker):
             del sizes["num_ranks"], sizes["layout"]
+            # On a CPU wherever it runs: what GPUs are held against, too.
             self.llm = LLM(
-                folder, ranks=ranks, layout=layout.name, dummy_weights=SEED, memory_bytes=memory, **sizes
+                folder,
+                ranks=ranks,
+                layout=layout.name,
+                run_on="cpu",
+                dummy_weights=SEED,
+                memory_bytes=memory,
+                **sizes,
             )
             assert self.llm.orchestrator is not None
             self.orchestrator: Orchestrator = self.llm.orchestrator
