@@ -17,8 +17,8 @@ from splash_trt.config import SIMULATED_ROUTING
 from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import LayoutSpec, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
-from splash_trt.weights.shards import cut_ranges
-from splash_trt.weights.spec import partition, tensor_specs
+from splash_trt.weights.shards import first_expert
+from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
 
 
@@ -46,9 +46,7 @@ class TorchEngine:
         self._comm = collectives
         rank, size = collectives.rank, collectives.size
         self._first_id = partition(model.vocab_size, size)[rank][0]
-        by_name = {s.name: s for s in tensor_specs(model)}
-        moe = next((f"layers.{i}.experts.gate_up" for i, k in enumerate(model.layers) if k is LayerKind.MOE), None)
-        self._first_expert = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
+        self._first_expert = first_expert(model, rank, size)
 
     def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:
         """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D].

@@ -16,8 +16,8 @@ from splash_plugins.grouped_experts.reference import grouped_experts
 from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import LayoutSpec, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
-from splash_trt.weights.shards import cut_ranges
-from splash_trt.weights.spec import partition, tensor_specs
+from splash_trt.weights.shards import first_expert
+from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
 
 
@@ -59,9 +59,7 @@ class NetworkEngine:
         self._like = weights.own["final_norm"]
         rank, size = collectives.rank, collectives.size
         self._first_id = self._number(partition(model.vocab_size, size)[rank][0])
-        by_name = {s.name: s for s in tensor_specs(model)}
-        moe = next((f"layers.{i}.experts.gate_up" for i, k in enumerate(model.layers) if k is LayerKind.MOE), None)
-        self._first_local = cut_ranges(by_name[moe], size)[rank][0] if moe else 0
+        self._first_local = first_expert(model, rank, size)
         self._first_expert = self._number(self._first_local)
 
     def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:

@@ -22,8 +22,8 @@ from splash_trt.runtime.beside import Beside
 from splash_trt.runtime.device_step import DeviceStep, RankState
 from splash_trt.runtime.latent_attention import LatentAttention
 from splash_trt.runtime.peers import Peers
-from splash_trt.weights.shards import cut_ranges
-from splash_trt.weights.spec import partition, tensor_specs
+from splash_trt.weights.shards import first_expert
+from splash_trt.weights.spec import partition
 
 
 class Program:
@@ -52,7 +52,7 @@ class Program:
         self._summed = spec.residency is Residency.SHARD and many
         self._attend = LatentAttention(model, layout, kernels, peers, state)
         self._first_id = partition(model.vocab_size, peers.size)[peers.rank][0]
-        self._first_expert = _first_expert(model, peers.rank, peers.size)
+        self._first_expert = first_expert(model, peers.rank, peers.size)
         device = state.storage.pages.device
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim).to(device)
         self._dtype = state.storage.pages.dtype
@@ -184,11 +184,3 @@ class Program:
         shape = (len(x), len(head))
         out = x.new_empty(shape) if room is None else room[: shape[0] * shape[1]].view(shape)
         return torch.mm(x, head.t(), out=out)
-
-
-def _first_expert(model: ModelConfig, rank: int, size: int) -> int:
-    name = next((f"layers.{i}.experts.gate_up" for i, k in enumerate(model.layers) if k is LayerKind.MOE), None)
-    if name is None:
-        return 0
-    spec = next(s for s in tensor_specs(model) if s.name == name)
-    return cut_ranges(spec, size)[rank][0]

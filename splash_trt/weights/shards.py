@@ -52,6 +52,12 @@ def cut_ranges(spec: TensorSpec, num_ranks: int) -> tuple[tuple[int, int], ...]:
     return partition(total, num_ranks, 128 if blocks else 1)
 
 
+def first_expert(model: ModelConfig, rank: int, num_ranks: int) -> int:
+    """The number of the first routed expert that is on rank `rank`; 0 of a model without experts."""
+    spec = next((s for s in tensor_specs(model) if s.cut is Cut.EXPERTS), None)
+    return 0 if spec is None else cut_ranges(spec, num_ranks)[rank][0]
+
+
 def _block(entries: list[tuple[TensorSpec, tuple[tuple[int, int], ...]]], dtype: str, formats: Formats) -> Block:
     shards, offset = [], 0
     for spec, parts in entries:

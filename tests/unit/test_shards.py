@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import parse_config
-from splash_trt.weights.shards import ALIGNMENT, Block, align, cut_ranges, heads_of, others_block, own_block
+from splash_trt.weights.shards import (
+    ALIGNMENT,
+    Block,
+    align,
+    cut_ranges,
+    first_expert,
+    heads_of,
+    others_block,
+    own_block,
+)
 from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
 
 RUNS = settings(deadline=None, derandomize=True)
@@ -129,6 +138,12 @@ def test_tensors_lie_one_after_another_and_aligned(
 def test_the_selection_bias_stays_wide_in_bfloat16(model: ModelConfig) -> None:
     shards = {s.spec.name: s for s in own_block(model, 0, 1, "bfloat16").shards}
     assert shards["layers.1.router_bias"].itemsize == 4 and shards["layers.1.router"].itemsize == 2
+
+
+def test_the_first_expert_of_each_rank(model: ModelConfig) -> None:
+    assert [first_expert(model, rank, 3) for rank in range(3)] == [0, 3, 5]
+    dense = parse_config({**CONFIG, "first_k_dense_replace": 2}, where="config.json")
+    assert [first_expert(dense, rank, 3) for rank in range(3)] == [0, 0, 0]
 
 
 def test_one_rank_has_no_others(model: ModelConfig) -> None:
