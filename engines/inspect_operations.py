@@ -9,7 +9,7 @@ import torch
 from splash_engines.choose import choose_kernels
 from splash_engines.kernels import Kernels
 from splash_engines.operations import BLOCK, DSV3_A_OUT, DSV3_EXPERTS, DSV3_HIDDEN, TOP_K, Here, operations
-from splash_engines.operations_program import program_operations
+from splash_engines.operations_program import program_operations, program_sizes
 from splash_engines.operations_step import step_operations
 from splash_engines.registry import Choice, Dims, Registry
 from splash_trt.models.config import Experts, GroupScore, ModelConfig, Scoring
@@ -49,7 +49,7 @@ DEEPSEEK_EXPERTS = Experts(
 
 def sizes_of(model: ModelConfig) -> dict[str, Dims]:
     """Each operation's sizes in this model; operations that it has not are left out."""
-    hidden, latent = model.hidden_size, model.kv_lora_rank
+    hidden, latent, program = model.hidden_size, model.kv_lora_rank, program_sizes(model)
     sizes: dict[str, Dims] = {
         "add_norm": {"hidden": hidden},
         "silu_mul": {"inner": model.intermediate_size},
@@ -64,14 +64,14 @@ def sizes_of(model: ModelConfig) -> dict[str, Dims]:
             "experts": -(-experts.num_experts // 2),
             "top_k": experts.top_k,
         }
-        sizes["router_product"] = {"hidden": hidden, "experts": experts.num_experts}
-    sizes["fused_a"] = {"hidden": model.hidden_size, "out": (model.q_lora_rank or 0) + model.row_width}
+        sizes["router_product"] = program["route"]
+    sizes["fused_a"] = program["project_in"]
     if model.indexer is not None:
         sizes["indexer_topk"] = {"context": CONTEXT, "k": model.indexer.top_k}
     wide = 2 * model.intermediate_size
-    if model.hidden_size % BLOCK == 0 and wide % BLOCK == 0:
-        sizes["fp8_quantize"] = {"inner": model.hidden_size}
-        sizes["fp8_product"] = {"inner": model.hidden_size, "out": wide}
+    if hidden % BLOCK == 0 and wide % BLOCK == 0:
+        sizes["fp8_quantize"] = {"inner": hidden}
+        sizes["fp8_product"] = {"inner": hidden, "out": wide}
     return sizes
 
 

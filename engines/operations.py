@@ -5,6 +5,7 @@ T tokens, D hidden, E experts, Q query latent, W cache row, C context, N a produ
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from splash_engines import ops
-from splash_engines.registry import Candidate, Case, Function, Operation, relative_error
+from splash_engines.registry import Candidate, Case, Function, Operation, one_line, relative_error
 from splash_engines.trtllm import HOPPER, Gpu, Trtllm, probe
 from splash_engines.trtllm_headers import Headers, LaidOut, find_headers
 from splash_trt import environment
@@ -58,10 +59,12 @@ def operations(here: Here) -> tuple[Operation, ...]:
 
 
 def random_of(case: Case, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers of about 1; dtype: None for the case's."""
     return torch.randn(shape, generator=generator, device=case.device).to(dtype or case.dtype)
 
 
 def weight_of(case: Case, generator: torch.Generator, out: int, inner: int) -> torch.Tensor:
+    """[out, inner], whose products with numbers of about 1 are about 1 too."""
     return (random_of(case, generator, out, inner, dtype=torch.float32) * inner**-0.5).to(case.dtype)
 
 
@@ -69,16 +72,22 @@ def torch_candidate(function: Function, name: str = "torch") -> Candidate:
     return Candidate(name=name, load=lambda: function, trusted=True)
 
 
+def wrapped(candidate: Candidate, wrap: Callable[[Function], Function]) -> Candidate:
+    """wrap: from the candidate's function to one that takes and gives what the reference does."""
+
+    def load() -> Function | str:
+        found = candidate.load()
+        return found if isinstance(found, str) else wrap(found)
+
+    return dataclasses.replace(candidate, load=load)
+
+
 def trtllm_candidate(
     here: Here, operator: str, wrap: Callable[[Function], Function], unfit: Callable[[Case], str | None]
 ) -> Candidate:
-    """wrap: from the operator to a function that takes what the reference takes."""
-
-    def load() -> Function | str:
-        found = here.trtllm.operator(operator)
-        return found if isinstance(found, str) else wrap(found)
-
-    return Candidate(name=f"trtllm.{operator}", load=load, unfit=unfit)
+    """wrap: as in `wrapped`."""
+    name = f"trtllm.{operator}"
+    return wrapped(Candidate(name=name, load=lambda: here.trtllm.operator(operator), unfit=unfit), wrap)
 
 
 def triton_candidate(here: Here, module: str, function: str) -> Candidate:
@@ -277,8 +286,10 @@ def fp8_product(here: Here) -> Operation:
     def load() -> Function | str:
         product = here.trtllm.operator("fp8_block_scaling_gemm_impl")
         quantize = here.trtllm.operator("fp8_quantize_1x128")
-        if isinstance(product, str) or isinstance(quantize, str):
-            return str(product)
+        if isinstance(product, str):
+            return product
+        if isinstance(quantize, str):
+            return quantize
         if here.trtllm.has_headers:
             return fp8_product_of(quantize, product, None)
         if isinstance(here.headers, str):
@@ -286,7 +297,7 @@ def fp8_product(here: Here) -> Operation:
         try:
             return fp8_product_of(quantize, product, here.headers)
         except RuntimeError as error:
-            return f"it does not compile: {' '.join(str(error).split())[:200]}"
+            return f"it does not compile: {one_line(error)}"
 
     def inputs(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         weight = weight_of(case, generator, case["out"], case["inner"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from splash_engines.kernels import Kernels
-from splash_engines.operations import Here, fused_a, random_of, router_product, weight_of
+from splash_engines.operations import Here, fused_a, random_of, router_product, weight_of, wrapped
 from splash_engines.registry import Candidate, Case, Dims, Function, Operation, relative_error
 from splash_plugins.router import reference
 from splash_trt.models.config import Experts, ModelConfig
@@ -44,13 +44,15 @@ def _others(operation: Operation) -> list[Candidate]:
 
 
 def project_in(here: Here, kernels: Kernels) -> Operation:
+    """As operations.fused_a."""
     product = fused_a(here)
     candidates = (own(kernels.project_in), *_others(product))
     return dataclasses.replace(product, name="project_in", candidates=candidates, captured=True)
 
 
 def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
-    """Others make logits; the choice from them is our own."""
+    """x [T, D], router [E, D], bias [E] to choice int32 and weight float32 [T, k]. Others make logits; the choice from
+    them is our own."""
 
     def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
         tokens = case["tokens"]
@@ -61,33 +63,22 @@ def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
         choice = torch.full((tokens, experts.top_k), experts.num_experts, dtype=torch.int32, device=case.device)
         return x, router, bias, experts, real, choice, torch.full_like(choice, torch.nan, dtype=torch.float32)
 
+    def chosen_from(logits: Function) -> Function:
+        def call(x: torch.Tensor, router: torch.Tensor, *rest: Any) -> None:
+            kernels.choose(logits(x, router), *rest)
+
+        return call
+
     return Operation(
         name="route",
         meaning="a token's experts and their weights",
         reference=reference.route,
         inputs=inputs,
         disagreement=_routes_disagree(experts.num_experts),
-        candidates=(own(kernels.route), *(_chosen_from(c, kernels) for c in _others(router_product(here)))),
+        candidates=(own(kernels.route), *(wrapped(c, chosen_from) for c in _others(router_product(here)))),
         filled=2,
         captured=True,
     )
-
-
-def _chosen_from(product: Candidate, kernels: Kernels) -> Candidate:
-    """From a candidate for the logits to one that routes."""
-
-    def load() -> Function | str:
-        found = product.load()
-        if isinstance(found, str):
-            return found
-        logits = found
-
-        def call(x: torch.Tensor, router: torch.Tensor, *rest: Any) -> None:
-            kernels.choose(logits(x, router), *rest)
-
-        return call
-
-    return dataclasses.replace(product, load=load)
 
 
 def _decided(

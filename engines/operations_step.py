@@ -1,6 +1,7 @@
 """Operations of a step that have Triton kernels of ours beside the plain reference.
 
-T tokens, D hidden, I intermediate, E experts, k choices a token, H heads, L latent, W = L + R; S rows a page.
+T tokens, D hidden, I intermediate, E_r experts here, k choices a token, H heads, L latent, R rope part, W = L + R;
+P pages of S rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from splash_engines.operations import Here, random_of, torch_candidate, triton_candidate, weight_of
+from splash_engines.operations import Here, random_of, torch_candidate, triton_candidate, weight_of, wrapped
 from splash_engines.registry import Candidate, Case, Function, Operation, relative_error
 from splash_plugins.grouped_experts.reference import sum_of_experts
 from splash_plugins.lse_merge.reference import lse_merge
@@ -35,6 +36,8 @@ def _unset(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) ->
 
 
 def norm(here: Here) -> Operation:
+    """hidden and delta [T, D], weight [D], eps to hidden + delta, in place, and its norm [T, D]."""
+
     def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
         hidden, delta = (random_of(case, g, case["tokens"], case["hidden"]) for _ in range(2))
         return hidden, delta, random_of(case, g, case["hidden"]), EPS, _unset(hidden, *hidden.shape)
@@ -51,17 +54,20 @@ def norm(here: Here) -> Operation:
 
 
 def activation(here: Here) -> Operation:
+    """[T, 2 I], the gate first, to [T, I]."""
     return Operation(
         name="silu_mul",
         meaning="silu(gate) * up of a gated MLP",
         reference=silu_mul,
         inputs=lambda case, g: (random_of(case, g, case["tokens"], 2 * case["inner"]),),
         disagreement=relative_error(1e-2),
-        candidates=(torch_candidate(silu_mul), triton_candidate(here, "silu_mul.kernel", "silu_mul")),
+        candidates=_candidates(here, "silu_mul.kernel", "silu_mul", silu_mul),
     )
 
 
 def experts(here: Here) -> Operation:
+    """x [T, D], choice int32 and weight float32 [T, k], gate_up [E_r, 2 I, D], down [E_r, D, I] to [T, D]."""
+
     def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
         tokens, hidden, inner, here_too = case["tokens"], case["hidden"], case["inner"], case["experts"]
         gate_up = weight_of(case, g, here_too * 2 * inner, hidden).view(here_too, 2 * inner, hidden)
@@ -91,6 +97,8 @@ def _grouped_mm_unfit(case: Case) -> str | None:
 
 
 def attention(here: Here) -> Operation:
+    """q [T, H, W], a layer's pool [P, S, W] with its tables and lengths to values [T, H, L] and log-sum-exp [T, H]."""
+
     def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
         tokens, width = case["tokens"], case["latent"] + case["rope"]
         pages = -(-case["context"] // PAGE_TOKENS)
@@ -121,26 +129,22 @@ def attention(here: Here) -> Operation:
 
 
 def merge(here: Here) -> Operation:
+    """outs [K, T, H, L] and lses [K, T, H] of K parts, float32, to out [T, H, L]."""
+
     def first(function: Function) -> Function:
         return lambda outs, lses: function(outs, lses)[0]
-
-    kernel = triton_candidate(here, "lse_merge.kernel", "lse_merge")
-
-    def load() -> Function | str:
-        found = kernel.load()
-        return found if isinstance(found, str) else first(found)
 
     def inputs(case: Case, g: torch.Generator) -> tuple[torch.Tensor, ...]:
         shape = (case["parts"], case["tokens"], case["heads"])
         wide = torch.float32
         return random_of(case, g, *shape, case["latent"], dtype=wide), random_of(case, g, *shape, dtype=wide)
 
-    reference = first(lse_merge)
+    reference, kernel = first(lse_merge), triton_candidate(here, "lse_merge.kernel", "lse_merge")
     return Operation(
         name="lse_merge",
         meaning="attention over parts of a context, merged",
         reference=reference,
         inputs=inputs,
         disagreement=relative_error(1e-5),
-        candidates=(torch_candidate(reference), Candidate(name=kernel.name, load=load, unfit=kernel.unfit)),
+        candidates=(torch_candidate(reference), wrapped(kernel, first)),
     )

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import enum
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from splash_engines.timing import Timer, captured_seconds, cpu_seconds, gpu_seconds
+
 Function = Callable[..., Any]
 Dims = Mapping[str, int]
-Timer = Callable[[Callable[[], Any]], float]
 Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
 """What all ranks give, in rank order, on each of them; text and numbers by name."""
 
@@ -226,15 +225,16 @@ def _load(candidate: Candidate) -> Function | str:
     try:
         return candidate.load()
     except Exception as error:  # as in _defect
-        return f"it does not load: {_said(error)}"
+        return f"it does not load: {one_line(error)}"
 
 
-def _said(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _failure(error: Exception) -> str:
-    return f"it failed: {_said(error)}"
+    return f"it failed: {one_line(error)}"
 
 
 def _judge(finding: Finding | None, name: str, best: str, times: Mapping[str, float]) -> Finding:
@@ -317,56 +317,3 @@ def relative_error(limit: float) -> Callable[[Any, Any], str | None]:
         return None if error <= limit else f"relative error {error:.1e}, more than {limit:.0e}"
 
     return disagreement
-
-
-def cpu_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median of `repeats` calls after one that is not counted."""
-    call()
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def captured_seconds(call: Callable[[], Any]) -> float:
-    """As gpu_seconds, of what can be captured. RuntimeError if it cannot."""
-    return gpu_seconds(call, plainly=False)
-
-
-def gpu_seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 20, plainly: bool = True) -> float:
-    """Median over replays of a CUDA graph of `calls` calls, a call; plainly: of launches where none can be captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        run = _captured(call, calls, stream, plainly)
-        taken = []
-        for _ in range(repeats):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end) / 1e3 / calls)
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(taken[1:])
-
-
-def _captured(call: Callable[[], Any], calls: int, stream: torch.cuda.Stream, plainly: bool) -> Callable[[], Any]:
-    def plain() -> None:
-        for _ in range(calls):
-            call()
-
-    graph = torch.cuda.CUDAGraph()
-    stream.synchronize()
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            plain()
-    except RuntimeError as error:  # it waits for the device or allocates by itself
-        if not plainly:
-            raise RuntimeError(f"it cannot be captured in a CUDA graph: {_said(error)}") from error
-        return plain
-    return graph.replay

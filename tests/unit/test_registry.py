@@ -27,9 +27,9 @@ from splash_engines.registry import (
     Operation,
     Registry,
     Verdict,
-    cpu_seconds,
     relative_error,
 )
+from splash_engines.timing import cpu_seconds
 from splash_engines.trtllm import Trtllm
 
 CPU = torch.device("cpu")
@@ -287,6 +287,14 @@ def test_a_defect_of_an_operator_is_found(name: str, monkeypatch: pytest.MonkeyP
     choice = Registry(operations(HERE), CPU).choose(name, CASES[name], torch.bfloat16)
     (found,) = [f for f in choice.findings if f.candidate.startswith("trtllm.")]
     assert found.verdict is Verdict.WRONG and choice.used == "torch"
+
+
+@pytest.mark.parametrize("operator", ["fp8_block_scaling_gemm_impl", "fp8_quantize_1x128"])
+def test_of_two_operators_the_one_that_is_not_there_is_named(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(OPERATORS, operator)
+    choice = Registry(operations(HERE), CPU).choose("fp8_product", CASES["fp8_product"], torch.bfloat16)
+    (found,) = [f for f in choice.findings if f.candidate.startswith("trtllm.")]
+    assert (found.verdict, found.reason) == (Verdict.ABSENT, f"no {operator}")
 
 
 def test_other_sizes_than_they_were_made_for_are_left_to_torch() -> None:

@@ -9,16 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from splash_engines.registry import (
-    Candidate,
-    Finding,
-    Function,
-    Operation,
-    Registry,
-    Verdict,
-    cpu_seconds,
-    relative_error,
-)
+from splash_engines.registry import Candidate, Finding, Function, Operation, Registry, Verdict, relative_error
+from splash_engines.timing import cpu_seconds
 from tests.unit.test_registry import CPU, Watch, candidate, choose, fills, operation, reference
 
 
