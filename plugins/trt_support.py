@@ -26,6 +26,11 @@ def pointer(tensor: Any) -> str:
     return POINTERS[tensor.dtype]
 
 
+def item_bytes(tensor: Any) -> int:
+    """Bytes of one number of a tensor, which is float32 or narrower: what the size of a kernel's tiles depends on."""
+    return 4 if tensor.dtype == trt.float32 else 2
+
+
 def constants(tensor: Any, name: str, *axes: int) -> tuple[int, ...]:
     """Sizes of `tensor` along `axes`. ValueError if a profile may change one: the kernel is compiled for it."""
     found = []

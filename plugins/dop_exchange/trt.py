@@ -7,7 +7,6 @@ read out of all of them. N ranks, A tokens, B of them owned here, H heads, h_r o
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
 
-import tensorrt as trt
 import tensorrt.plugin as trtp
 from triton.backends.compiler import GPUTarget
 
@@ -20,7 +19,7 @@ from splash_plugins.dop_exchange.plugin_kernel import (
     put_entry,
     return_entry,
 )
-from splash_plugins.trt_support import launch, pointer
+from splash_plugins.trt_support import item_bytes, launch, pointer
 
 PUT = "splash::dop_put"
 EXCHANGE = "splash::dop_exchange"
@@ -36,8 +35,7 @@ def register(target: GPUTarget) -> None:
 
 
 def _box(box: trtp.TensorDesc, start: int, rank: int, ranks: int) -> Box:
-    item_bytes = 4 if box.dtype == trt.float32 else 2
-    return Box(dtype=pointer(box), item_bytes=item_bytes, start=start, rank=rank, size=ranks)
+    return Box(dtype=pointer(box), item_bytes=item_bytes(box), start=start, rank=rank, size=ranks)
 
 
 def _register_put(target: GPUTarget) -> None:

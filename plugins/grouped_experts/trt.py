@@ -6,13 +6,12 @@ One after the other: TensorRT launches one kernel a plugin, and gives it no scra
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
 
-import tensorrt as trt
 import tensorrt.plugin as trtp
 from triton.backends.compiler import GPUTarget
 
 from splash_plugins.aot import compile_entry
 from splash_plugins.grouped_experts.plugin_kernel import Sizes, down_entry, up_entry
-from splash_plugins.trt_support import constants, launch, pointer
+from splash_plugins.trt_support import constants, item_bytes, launch, pointer
 
 UP = "splash::grouped_experts_up"
 DOWN = "splash::grouped_experts_down"
@@ -53,7 +52,7 @@ def _register_up(target: GPUTarget) -> None:
             first_expert=first_expert,
             top_k=top_k,
             max_tokens=max_tokens,
-            item_bytes=4 if x.dtype == trt.float32 else 2,
+            item_bytes=item_bytes(x),
         )
         made = up_entry(pointer(x), sizes, target)
         columns = -(-sizes.inner // made.constexprs["BLOCK_N"])
@@ -94,7 +93,7 @@ def _register_down(target: GPUTarget) -> None:
             first_expert=first_expert,
             top_k=top_k,
             max_tokens=max_tokens,
-            item_bytes=4 if hidden.dtype == trt.float32 else 2,
+            item_bytes=item_bytes(hidden),
         )
         made = down_entry(pointer(hidden), sizes, target)
         columns = -(-width // made.constexprs["BLOCK_N"])

@@ -11,13 +11,14 @@ from triton.backends.compiler import GPUTarget
 from splash_plugins.aot import compile_entry
 from splash_plugins.mla_attention import plugin_prefill_kernel
 from splash_plugins.mla_attention.plugin_kernel import blocks_of_heads, entry
-from splash_plugins.trt_support import constants, launch, pointer
+from splash_plugins.trt_support import constants, item_bytes, launch, pointer
 
 NAME = "splash::mla_attention"
 PREFILL = "splash::mla_prefill"
 
 
 def register(target: GPUTarget) -> None:
+    """H heads here (h of an expanded block), L latent, R rope part, W = L + R; pages of S rows, C of them a request."""
     _register_decode(target)
     _register_prefill(target)
 
@@ -70,7 +71,7 @@ def _register_decode(target: GPUTarget) -> None:
             layer=layer,
             stride=stride,
             scale=scale,
-            item_bytes=4 if q.dtype == trt.float32 else 2,
+            item_bytes=item_bytes(q),
             target=target,
         )
         grid = q.shape_expr[0] * blocks_of_heads(made)
@@ -115,9 +116,8 @@ def _register_prefill(target: GPUTarget) -> None:
         heads, depth = constants(q, "q", 1, 2)
         (nope,), (vd,) = constants(k_nope, "k_nope", 2), constants(v, "v", 2)
         (width,) = constants(rows, "rows", 1)
-        item_bytes = 4 if q.dtype == trt.float32 else 2
         made = plugin_prefill_kernel.entry(
-            pointer(q), heads, nope, depth - nope, vd, width, scale, item_bytes, target
+            pointer(q), heads, nope, depth - nope, vd, width, scale, item_bytes(q), target
         )  # fmt: skip
         count = tiles.shape_expr[0]
         grid = count * plugin_prefill_kernel.programs_of_a_tile(made)
