@@ -45,10 +45,11 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
 @click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="With --ops: of a step.")
 def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
     """Say what an engine holds. With --ops, what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
+    from splash_engines.inspect_engine import format_inspection, inspect_engine
     from splash_engines.inspect_operations import DEEPSEEK_EXPERTS, DEEPSEEK_V3_2, format_operations, sizes_of
     from splash_engines.kernels_reference import REFERENCE
     from splash_engines.manifest import MANIFEST
-    from splash_engines.open import format_inspection, inspect_engine, open_engine
+    from splash_engines.open import open_engine
     from splash_engines.operations import this_machine
     from splash_engines.tensorrt.store import describe_plans, has_plans
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from splash_engines.open import format_inspection, inspect_engine, open_engine
+from splash_engines.inspect_engine import format_inspection, inspect_engine
+from splash_engines.open import open_engine
 from splash_engines.tensorrt import segments
 from splash_engines.tensorrt.cache import PlanCache
 from splash_engines.tensorrt.graph import Graph

@@ -20,8 +20,9 @@ import splash_engines.build
 import splash_engines.source
 import splash_engines.whole_folder
 from splash_engines.build import build_engine
+from splash_engines.inspect_engine import inspect_engine
 from splash_engines.manifest import MANIFEST, WEIGHTS, checksum
-from splash_engines.open import inspect_engine, open_engine, verify_engine
+from splash_engines.open import open_engine, verify_engine
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.control import Kind
 from splash_trt.dist.world import ThreadWorld, World

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from splash_engines.build import build_engine
+from splash_engines.inspect_engine import format_inspection, inspect_engine
 from splash_engines.manifest import MANIFEST, WEIGHTS, Part, Place, checksum
-from splash_engines.open import Engine, format_inspection, inspect_engine, open_engine, verify_engine
+from splash_engines.open import Engine, open_engine, verify_engine
 from splash_trt.weights.spec import tensor_specs
 from tests.oracles.tiny_models import make_model
 
