@@ -17,12 +17,9 @@ import msgspec
 import numpy as np
 
 from splash_trt.cache.page_table import NO_TARGET, PageTable
-from splash_trt.cache.placement import Placement
+from splash_trt.cache.placement import OWNED, REPLICATED, STRIPED, Placement, holders_of
 from splash_trt.cache.pool import PagePool
-from splash_trt.layout.spec import PlacementKind
 from splash_trt.plan import NO_PAGE, NO_TABLES
-
-REPLICATED, OWNED, STRIPED = (int(kind) for kind in PlacementKind)  # numpy is slow to compare with an enumeration
 
 
 @dataclass
@@ -249,10 +246,10 @@ class Directory:
     def _holders_of(self, index: np.ndarray, page: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """[n, N] bool: which ranks hold pages `page` [n] of requests `index` [n], by placement and by target."""
         t = self._tables
-        held = _holders(t.kind[index], t.home[index], page, self.num_ranks)
+        held = holders_of(t.kind[index], t.home[index], page, self.num_ranks)
         if not self._num_targets:
             return held, None
-        wanted = _holders(t.target_kind[index], t.target_home[index], page, self.num_ranks)
+        wanted = holders_of(t.target_kind[index], t.target_home[index], page, self.num_ranks)
         wanted[t.target_kind[index] == NO_TARGET] = False
         return held, wanted
 
@@ -386,12 +383,6 @@ class Directory:
             pool.check()
             assert len(held[rank]) == len(set(held[rank])), f"rank {rank}: a page has two users"
             assert len(held[rank]) == pool.num_held, f"rank {rank}: {pool.num_held} held, {len(held[rank])} in use"
-
-
-def _holders(kind: np.ndarray, home: np.ndarray, page: np.ndarray, num_ranks: int) -> np.ndarray:
-    """[n, N] bool: what Placement.holders says of page `page` [n] of placements of `kind` and `home` [n]."""
-    rank = (home + page * (kind == STRIPED)) % num_ranks
-    return (rank[:, None] == np.arange(num_ranks)) | (kind == REPLICATED)[:, None]
 
 
 def _changes(pages: np.ndarray, which: np.ndarray, page: np.ndarray) -> np.ndarray:

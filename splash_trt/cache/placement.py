@@ -8,6 +8,8 @@ import numpy as np
 
 from splash_trt.layout.spec import PlacementKind
 
+REPLICATED, OWNED, STRIPED = (int(kind) for kind in PlacementKind)  # numpy is slow to compare with an enumeration
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -37,6 +39,12 @@ class Placement:
         if self.kind is PlacementKind.OWNED:
             return np.where(np.arange(num_ranks) == self.home, num_pages, 0)
         return (num_pages - distance + num_ranks - 1) // num_ranks
+
+
+def holders_of(kind: np.ndarray, home: np.ndarray, page: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[n, N] bool: what Placement.holders says of page `page` [n] of placements of `kind` and `home` [n]."""
+    rank = (home + page * (kind == STRIPED)) % num_ranks
+    return (rank[:, None] == np.arange(num_ranks)) | (kind == REPLICATED)[:, None]
 
 
 def num_pages(num_tokens: int, page_tokens: int) -> int:
