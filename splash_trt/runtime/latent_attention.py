@@ -51,13 +51,14 @@ class LatentAttention:
         with_row = exchanged and self._layout is Layout.CP  # the new row travels as one more head
         shape = (num_absorbed, self._num_heads + with_row, model.row_width)
         absorbed = self._peers.buffer(shape, self._dtype) if exchanged and self._meets(step) else x.new_empty(shape)
-        self._absorb(layer, q[:num_absorbed], cos, sin, absorbed)
+        if num_absorbed:
+            self._absorb(layer, q[:num_absorbed], cos, sin, absorbed)
         if with_row:
             absorbed[:, -1] = rows[:num_absorbed]
         values = x.new_empty((len(x), self._num_heads, model.v_head_dim))
-        if not exchanged:
+        if not exchanged and num_absorbed:
             self._local(layer, absorbed, pages, step, values[:num_absorbed])
-        elif self._meets(step):
+        elif exchanged and self._meets(step):
             latents = self._EXCHANGED[self._layout](self, absorbed, pages, step)
             self._value_up(layer, latents, values[:num_absorbed])
         if step.rounds:
