@@ -55,18 +55,17 @@ def sum_of_experts(
     wide = torch.promote_types(x.dtype, torch.float32)
     num_choices = choice.shape[1]
     parts = x.new_zeros((choice.numel(), x.shape[1]), dtype=wide)
-    flat = choice.flatten()
+    flat, weights = choice.flatten(), weight.reshape(-1, 1).to(wide)
     for expert in sorted(set(flat.tolist())):
         local = expert - first_expert
         if not 0 <= local < len(down):
             continue
         place = torch.nonzero(flat == expert)[:, 0]
         gate, up = F.linear(x[place // num_choices], gate_up[local].reshape(-1, x.shape[1])).chunk(2, dim=-1)
-        parts[place] = F.linear(F.silu(gate) * up, down[local]).to(wide)
-    weighted = parts.view(*choice.shape, -1) * weight[..., None].to(wide)
+        parts[place] = F.linear(F.silu(gate) * up, down[local]) * weights[place]
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for j in range(num_choices):
-        total += weighted[:, j]
+        total += parts[j::num_choices]
     if ready is not None:
         ready()
     if addend is not None:
