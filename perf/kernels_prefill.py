@@ -22,8 +22,9 @@ import triton
 
 from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference, prefill_sdpa
 from splash_plugins.mla_attention.gather_kernel import gather_rows
-from splash_plugins.mla_attention.prefill_kernel import NO_TILE, Blocks, _prefill_kernel, prefill, tiles_of
+from splash_plugins.mla_attention.prefill_kernel import Blocks, _prefill_kernel, prefill
 from splash_plugins.mla_attention.reference import mla_prefill
+from splash_plugins.mla_attention.tiles import NO_TILE, tiles_of
 
 FLASH = (192, 64, 256)  # nope, rope, v of glm-4.7-flash
 V3 = (128, 64, 128)  # of deepseek-v3

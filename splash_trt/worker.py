@@ -11,14 +11,15 @@ from splash_trt.dist.control import Kind
 from splash_trt.dist.world import World
 from splash_trt.models.config import ModelConfig
 from splash_trt.plan import Plan, StepResult
-from splash_trt.runtime.make_runner import AnyRunner, make_runner
+from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.make_runner import make_runner
 from splash_trt.weights.source import WeightSource
 
 
 class Worker:
     """One rank. Rank 0 calls `send` (the orchestrator does); the others call `follow`."""
 
-    def __init__(self, world: World, runner: AnyRunner) -> None:
+    def __init__(self, world: World, runner: DeviceRunner) -> None:
         self.world = world
         self.runner = runner
 

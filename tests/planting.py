@@ -25,8 +25,9 @@ def put(target: str, value: Any) -> Plant:
 
 
 def kernel(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Plant:
-    """Another kernel in the table of ranks that start in device_ranks."""
-    return put("tests.device_ranks.REFERENCE", replace(REFERENCE, **{name: change(getattr(REFERENCE, name))}))
+    """Another kernel in the table of ranks that start from now on."""
+    kernels = replace(REFERENCE, **{name: change(getattr(REFERENCE, name))})
+    return put("splash_trt.runtime.cpu_runner.REFERENCE", kernels)
 
 
 def given(function: Callable[..., Any], **edits: Edit) -> Callable[..., Any]:

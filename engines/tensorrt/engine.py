@@ -1,7 +1,10 @@
 """The dense parts of a step as networks: what binds them, and what happens at their borders.
 
-The same calls as splash_engines.lower_torch.TorchEngine, so that either runs a plan. What executes a network is an
-Executor: TensorRT's runtime on a GPU, an evaluator in tests. Letters as there.
+splash_trt.runtime.network_program makes a step of these calls. What executes a network is an Executor: TensorRT's
+runtime on a GPU, an evaluator in tests.
+
+T_r tokens whose hidden state this rank holds, T tokens in all, D hidden, H heads resident here (SHARD: the rank's;
+FULL: own, then the others' in rank order), W = L + R.
 """
 
 from __future__ import annotations
@@ -62,11 +65,8 @@ class NetworkEngine:
         self._first_local = first_expert(model, rank, size)
         self._first_expert = self._number(self._first_local)
 
-    def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:
-        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D].
-
-        position: only for TorchEngine's simulated routing, which networks have not.
-        """
+    def embed(self, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D]."""
         inputs = {"ids": ids.to(torch.int32), "first_id": self._first_id}
         return self._summed(self._run("embed", None, len(ids), inputs), len(ids), counts)
 

@@ -1,4 +1,5 @@
-"""What is in each network: splash_engines.lower_torch's dense segments over operations, once for all layers of a kind.
+"""What is in each network: a step's dense segments over operations, once for all layers of a kind. Their truth in plain
+torch is tests/oracles/torch_segments.py.
 
 T tokens (T_r: of this rank), D hidden, H heads here, L latent, R rope part, W = L + R, C context rows. A head-cut
 weight is one input for each block of heads: own, and under FULL residency others. Where ranks' results are to be

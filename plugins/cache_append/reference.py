@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 
 
-def cache_append(pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
-    """pages [num_pages, page_tokens, W] of one layer, in place; rows [n, W]; page, offset [n] int64."""
-    pages[page, offset] = rows
-
-
 def append_rows(pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
-    """As cache_append, with page, offset [n] int32; page -1 stores nothing."""
+    """pages [num_pages, page_tokens, W] of one layer, in place; rows [n, W]; page, offset [n] int32; page -1 stores
+    nothing."""
     kept = page >= 0
-    pages[page[kept].long(), offset[kept].long()] = rows[kept]
+    count = int(kept.sum())
+    if count == len(page):
+        pages[page, offset] = rows
+    elif count:
+        pages[page[kept], offset[kept]] = rows[kept]
 
 
 def gather_rows(pages: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:

@@ -53,16 +53,19 @@ def sum_of_experts(
     the addend is added, then it is rounded, once. ready: called before addend is read.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    parts = x.new_zeros((*choice.shape, x.shape[1]))
-    for local in range(down.shape[0]):
-        token, place = torch.nonzero(choice == first_expert + local, as_tuple=True)
-        if len(token) == 0:
+    num_choices = choice.shape[1]
+    parts = x.new_zeros((choice.numel(), x.shape[1]), dtype=wide)
+    flat, weights = choice.flatten(), weight.reshape(-1, 1).to(wide)
+    for expert in sorted(set(flat.tolist())):
+        local = expert - first_expert
+        if not 0 <= local < len(down):
             continue
-        gate, up = F.linear(x[token], gate_up[local].reshape(-1, x.shape[1])).chunk(2, dim=-1)
-        parts[token, place] = F.linear(F.silu(gate) * up, down[local])
+        place = torch.nonzero(flat == expert)[:, 0]
+        gate, up = F.linear(x[place // num_choices], gate_up[local].reshape(-1, x.shape[1])).chunk(2, dim=-1)
+        parts[place] = F.linear(F.silu(gate) * up, down[local]) * weights[place]
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for j in range(choice.shape[1]):
-        total += parts[:, j].to(wide) * weight[:, j, None].to(wide)
+    for j in range(num_choices):
+        total += parts[j::num_choices]
     if ready is not None:
         ready()
     if addend is not None:

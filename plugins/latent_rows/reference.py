@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from splash_engines import ops
-from splash_plugins.cache_append.reference import cache_append
+from splash_plugins.cache_append.reference import append_rows
 
 
 def latent_rows(
@@ -41,5 +41,4 @@ def latent_rows(
     rows[:, num_latent:] = ops.apply_rope(k_rope, cos, sin, interleaved)
     for to_page, to_offset in ((page, offset), (target_page, target_offset)):
         if to_page is not None and to_offset is not None:
-            kept = to_page >= 0
-            cache_append(pages, rows[kept], to_page[kept].long(), to_offset[kept].long())
+            append_rows(pages, rows, to_page, to_offset)

@@ -32,11 +32,11 @@ def decode(
     if q.shape[0] == 0:
         return
     page_tokens = pages.shape[1]
-    page = torch.arange(-(-int(length.max()) // page_tokens), device=q.device)
+    page = torch.arange(-(-int(length.max()) // page_tokens), device=q.device, dtype=torch.int32)
     seen = page * page_tokens < length[:, None]  # entries past these are not looked at
     column = torch.where(seen, first[:, None] + stride * page, 0)
-    taken = torch.where(seen, tables[slot.clamp(min=0).long()[:, None], column.long()], 0)
-    result, sums = mla_decode(q, pages, taken.long(), length.long(), latent=latent, scale=scale)
+    taken = torch.where(seen, tables[slot.clamp(min=0)[:, None], column], 0)
+    result, sums = mla_decode(q, pages, taken, length, latent=latent, scale=scale)
     out.copy_(result)
     if lse is not None:
         lse.copy_(sums)

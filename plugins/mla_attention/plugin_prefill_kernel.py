@@ -13,12 +13,12 @@ from splash_plugins.aot import Entry, shared_bytes_of
 from splash_plugins.mla_attention.prefill_kernel import (
     HEAD_GROUP,
     LOG2_E,
-    PREFILL_TILE,
     _prefill_kernel,
     choose_blocks,
     pad,
     split_nope,
 )
+from splash_plugins.mla_attention.tiles import PREFILL_TILE
 
 
 @triton.jit

@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splash_plugins.mla_attention.prefill_kernel import HEAD_GROUP, LOG2_E, PREFILL_TILE
+from splash_plugins.mla_attention.prefill_kernel import HEAD_GROUP, LOG2_E
+from splash_plugins.mla_attention.tiles import PREFILL_TILE
 
 CHUNK = 64  # columns of a head dim that are copied together: 128 bytes, the widest swizzle
 STAGES = 2

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PREFILL_TILE = 128  # queries a tile
+from splash_plugins.mla_attention.tiles import PREFILL_TILE
+
 HEAD_GROUP = 16  # heads whose keys are read at about the same time: what they have in common with L2's size
 LOG2_E = 1.4426950408889634
-NO_TILE = -1  # segment of a padded tile
 
 
 @triton.jit
@@ -253,21 +252,6 @@ def _descriptor(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor
     return TensorDescriptor(tensor, [len(tensor), columns], [tensor.stride(0), 1], [rows, width])
 
 
-def tiles_of(segments: np.ndarray) -> np.ndarray:
-    """Tiles [n, 2] int32 (segment, first query) of segments [S, 5] (query_begin, query_end, key_begin, key_end,
-    first_key): longest first, so that the last programs to run are short ones.
-
-    A tile's work is taken to be what it sees if the segment's last query sees the segment's last key.
-    """
-    tiles: list[tuple[int, int, int]] = []
-    for index, (begin, end, key_begin, key_end, _) in enumerate(segments.tolist()):
-        for first in range(begin, end, PREFILL_TILE):
-            hidden = end - min(first + PREFILL_TILE, end)
-            tiles.append((min(0, hidden - (key_end - key_begin)), index, first))
-    tiles.sort()
-    return np.array([tile[1:] for tile in tiles], np.int32).reshape(-1, 2)
-
-
 def prefill(
     q: torch.Tensor,
     position: torch.Tensor,
@@ -287,8 +271,8 @@ def prefill(
     q [E, h, nope + R], rotated, its last dim dense; position [E] int32; rows [C, W], of which the last R are the keys'
     rotated rope part; k_nope [C, h, nope]; v [C, h, vd]; segments [S, 5] int32 (query_begin, query_end, key_begin,
     key_end, first_key): queries [query_begin, query_end) see those of the rows key_begin … key_end - 1, at positions
-    first_key, first_key + 1, …, that are not beyond their own position; tiles [n, 2] int32 from tiles_of, padded with
-    segment NO_TILE. scale > 0. out [E, h, vd]; lse [E, h] float32, natural logarithm.
+    first_key, first_key + 1, …, that are not beyond their own position; tiles [n, 2] int32 from tiles_of (tiles.py),
+    padded with segment NO_TILE. scale > 0. out [E, h, vd]; lse [E, h] float32, natural logarithm.
     merge=False writes out and lse, 0 and -inf for a query that sees nothing. merge=True: both hold the result over
     other keys so far, out in float32, and the two are merged by log-sum-exp. Queries in no tile are left alone.
     All tensors may be slices of others; q, rows, k_nope, v and out are dense in their last dim.

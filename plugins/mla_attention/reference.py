@@ -35,8 +35,8 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed queries against latent rows.
 
-    q [n, H, W]; pages [num_pages, page_tokens, W] of one layer; tables [n, P] int64, the pages that hold each query's
-    context in order (entries past it are ignored); length [n] int64, rows of context each query sees.
+    q [n, H, W]; pages [num_pages, page_tokens, W] of one layer; tables [n, P], the pages that hold each query's context
+    in order (entries past it are ignored); length [n], rows of context each query sees.
     Returns outputs [n, H, L] and log-sum-exp [n, H], both in the wide dtype.
     """
     n, heads, width = q.shape

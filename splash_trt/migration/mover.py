@@ -15,11 +15,8 @@ import torch
 
 from splash_trt.cache.storage import PageStorage
 from splash_trt.dist.collectives import Collectives
-from splash_trt.plan import Plan, RankStatus
+from splash_trt.plan import Plan
 from splash_trt.weights.store import WeightStore
-
-_STATUS_BYTES = 256
-_GAP_BYTES = 8
 
 
 class Mover:
@@ -42,19 +39,6 @@ class Mover:
     def after(self, plan: Plan) -> str:
         """New rows for the ranks of armed requests' targets that did not compute them."""
         return self._exchange(plan.late_moves, plan.weights[:0], "new_rows")
-
-    def statuses(self, own: RankStatus) -> tuple[RankStatus, ...]:
-        """Every rank's status."""
-        text = own.error.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
-        packed = np.frombuffer(text + np.float64(own.gap_s).tobytes(), np.uint8).copy()
-        all_ranks = self._comm.all_gather(torch.from_numpy(packed)[None], [1] * self._comm.size).numpy()
-        return tuple(
-            RankStatus(
-                row[:-_GAP_BYTES].tobytes().rstrip(b"\0").decode(errors="replace"),
-                float(row[-_GAP_BYTES:].copy().view(np.float64)[0]),
-            )
-            for row in all_ranks
-        )
 
     def _exchange(self, moves: np.ndarray, weights: np.ndarray, kind: str) -> str:
         if not len(moves) and not len(weights):

@@ -38,7 +38,7 @@ from splash_trt.runtime.program import Program
 from splash_trt.runtime.sampler import RowParams, Sampled, Sampler
 from splash_trt.runtime.shapes import Shapes
 from splash_trt.runtime.step_arrays import ArrayBuilder
-from splash_trt.runtime.upload import Tiles, Uploader
+from splash_trt.runtime.upload import Uploader
 from splash_trt.weights.source import WeightSource
 from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
@@ -60,14 +60,14 @@ class DeviceRunner:
         kernels: Kernels,
         sample: ShardSample,
         peers: Peers,
-        tiles: Tiles,
         clock: Clock,
         decode_sizes: Sequence[int],
         capture: bool,
         mover: PeerMover | None = None,
+        program: Callable[..., Program] = Program,
     ) -> None:
         """decode_sizes: see shapes.py. capture: see graphs.py. mover: of ranks that can write into each other's memory;
-        others move rows and weights by collectives."""
+        others move rows and weights by collectives. program: what makes one, from Program's arguments."""
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         self._peers = peers
         self._clock = clock
@@ -84,9 +84,9 @@ class DeviceRunner:
         first, end = partition(model.vocab_size, collectives.size)[rank]
         shapes = Shapes(config, decode_sizes)
         builder = ArrayBuilder(config, rank, self._tables, shapes)
-        self._upload = Uploader(self._device, tiles, _fixed_bytes(config, max(decode_sizes, default=0)))
+        self._upload = Uploader(self._device, _fixed_bytes(config, max(decode_sizes, default=0)))
         programs = {
-            layout: Program(model, config, layout, kernels, peers, self._state, watch)
+            layout: program(model, config, layout, kernels, peers, self._state, watch)
             for layout in config.allowed_layouts
         }
         self._forward = Forward(

@@ -13,7 +13,7 @@ from splash_trt.weights.store import WeightStore
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRound:
-    """A Round's arrays on the device, int32. tiles: of tiles_of in plugins/mla_attention/prefill_kernel.py."""
+    """A Round's arrays on the device, int32. tiles: of tiles_of in plugins/mla_attention/tiles.py."""
 
     num_rows: int
     holder: torch.Tensor

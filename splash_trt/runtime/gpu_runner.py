@@ -18,7 +18,6 @@ from splash_engines.operations import this_machine
 from splash_engines.operations_program import program_operations, program_sizes
 from splash_engines.registry import Registry
 from splash_plugins.clock.kernel import stamp
-from splash_plugins.mla_attention.prefill_kernel import tiles_of
 from splash_plugins.piece_copy.kernel import piece_copy
 from splash_plugins.shard_sample import kernel as sample_kernel
 from splash_plugins.shard_sample import reference as sample_reference
@@ -76,7 +75,6 @@ def gpu_runner(
         kernels=REFERENCE if exact else _kernels(world, model, config, decode_sizes),
         sample=sample_reference if exact else sample_kernel,
         peers=peers,
-        tiles=tiles_of,
         clock=CudaClock(stamp, world.device),
         decode_sizes=decode_sizes,
         capture=near and not exact,

@@ -51,19 +51,19 @@ class LatentAttention:
         with_row = exchanged and self._layout is Layout.CP  # the new row travels as one more head
         shape = (num_absorbed, self._num_heads + with_row, model.row_width)
         absorbed = self._peers.buffer(shape, self._dtype) if exchanged and self._meets(step) else x.new_empty(shape)
-        self._absorb(layer, q[:num_absorbed], cos, sin, absorbed)
+        if num_absorbed:
+            self._absorb(layer, q[:num_absorbed], cos, sin, absorbed)
         if with_row:
             absorbed[:, -1] = rows[:num_absorbed]
         values = x.new_empty((len(x), self._num_heads, model.v_head_dim))
-        if not exchanged:
-            w_uv = [block[f"layers.{layer}.w_uv"] for block in self._blocks]
-            self._k.decode_values(absorbed, pages, *self._reads(step), w_uv, values[:num_absorbed])
-        elif self._meets(step):
+        if not exchanged and num_absorbed:
+            self._local(layer, absorbed, pages, step, values[:num_absorbed])
+        elif exchanged and self._meets(step):
             latents = self._EXCHANGED[self._layout](self, absorbed, pages, step)
             self._value_up(layer, latents, values[:num_absorbed])
         if step.rounds:
             # All rows: where absorbed ones are padded, expanded ones are among them, and overwrite their padding.
-            self._k.rope_q(q, cos, sin, model.rope.interleaved, model.qk_nope_head_dim, None)
+            self._rotate(q, cos, sin)
             self._expanded(layer, q, pages, step, values)
         return values
 
@@ -130,6 +130,17 @@ class LatentAttention:
             self._k.absorb(q[:, heads], cos[: len(q)], sin[: len(q)], interleaved, w_uk, out[:, heads])
             first += len(w_uk)
 
+    def _rotate(self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """q [T_r, H, nope + R] in place."""
+        self._k.rope_q(q, cos, sin, self._model.rope.interleaved, self._model.qk_nope_head_dim, None)
+
+    def _local(
+        self, layer: int, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep, out: torch.Tensor
+    ) -> None:
+        """TP and DP: the whole context is in this rank's pages. absorbed [A, H, W] to values in out [A, H, v]."""
+        w_uv = [block[f"layers.{layer}.w_uv"] for block in self._blocks]
+        self._k.decode_values(absorbed, pages, *self._reads(step), w_uv, out)
+
     def _value_up(self, layer: int, latents: torch.Tensor, out: torch.Tensor) -> None:
         """latents [A, H, L] through W_UV into out [A, H, v]."""
         first = 0
@@ -183,23 +194,14 @@ class LatentAttention:
                 self._k.gather(pages, part.page, part.offset, rows)
             if not len(q):
                 continue
-            first, used = 0, 0
-            for block in self._blocks:
-                pair = []
-                for name in ("w_uk", "w_uv"):
-                    w = block[f"layers.{layer}.{name}"]
-                    size = part.num_rows * w.shape[0] * w.shape[1]
-                    view = self._state.expanded[used : used + size].view(part.num_rows, *w.shape[:2])
-                    ops.expand(rows[:, : model.kv_lora_rank], w, view)
-                    used += size
-                    pair.append(view)
-                heads = slice(first, first + pair[0].shape[1])
+            for first, keys, v in self._expand(layer, rows[:, : model.kv_lora_rank]):
+                heads = slice(first, first + keys.shape[1])
                 self._k.prefill(
                     q[:, heads],
                     position,
                     rows,
-                    pair[0],
-                    pair[1],
+                    keys,
+                    v,
                     part.segments,
                     part.tiles,
                     model.softmax_scale,
@@ -207,9 +209,25 @@ class LatentAttention:
                     None if lse is None else lse[:, heads],
                     merges,
                 )
-                first += pair[0].shape[1]
         if merges:
             out[step.shape.absorbed :] = sums[step.shape.absorbed :]
+
+    def _expand(self, layer: int, latents: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """latents [C, L] to, per block of heads, (first head, k_nope [C, h, nope], v [C, h, v]) in the workspace: dead
+        at the next call."""
+        out, first, used = [], 0, 0
+        for block in self._blocks:
+            pair = []
+            for name in ("w_uk", "w_uv"):
+                w = block[f"layers.{layer}.{name}"]
+                size = len(latents) * w.shape[0] * w.shape[1]
+                view = self._state.expanded[used : used + size].view(len(latents), *w.shape[:2])
+                ops.expand(latents, w, view)
+                used += size
+                pair.append(view)
+            out.append((first, pair[0], pair[1]))
+            first += pair[0].shape[1]
+        return out
 
     def project_out(self, layer: int, values: torch.Tensor, out: torch.Tensor) -> None:
         """values [T_r, H, v] through the output projection into out [T_r, D]."""

@@ -127,14 +127,17 @@ class Program:
             return x
         return self._peers.gather_rows(x, step.counts, step.arrays["offsets"], step.shape.stacked)
 
+    def _ids(self, a: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[T] int64: the tokens' ids; anything where a row is padding."""
+        sampled = self._state.last_sampled[a["id_slot"].clamp(min=0).long()]
+        return torch.where(a["ids"] >= 0, a["ids"].long(), sampled)
+
     def _simulated_choice(self, a: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """[layers, T, k] int32: the experts of EngineConfig.simulate_routing, if it is asked for."""
         config = self._model.experts
         if not self._simulates or config is None:
             return None
-        sampled = self._state.last_sampled[a["id_slot"].clamp(min=0).long()]
-        token = torch.where(a["ids"] >= 0, a["ids"].long(), sampled)
-        choice = ops.uniform_choice(self._model.num_layers, token, a["stacked_position"], config).to(torch.int32)
+        choice = ops.uniform_choice(self._model.num_layers, self._ids(a), a["stacked_position"], config).to(torch.int32)
         real = torch.arange(choice.shape[1], device=choice.device) < a["num_tokens"]
         return torch.where(real[:, None], choice, -1)
 
@@ -170,14 +173,17 @@ class Program:
         self._k.linear(self._k.gated(x, gate_up), down, out)
         return out
 
+    def _wanted(self, hidden: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        """[W, D] of hidden [T_r, D]: the rows whose logits are wanted, on all ranks."""
+        a = step.arrays
+        if not self._spread:
+            return hidden.index_select(0, a["want_row"])
+        shared = self._peers.buffer(tuple(hidden.shape), self._dtype)
+        shared.copy_(hidden)
+        return self._peers.pick_rows(shared, a["want_rank"], a["want_row"])
+
     def _head(self, hidden: torch.Tensor, step: DeviceStep, room: torch.Tensor | None) -> torch.Tensor:
-        a, own = step.arrays, self._own
-        if self._spread:
-            shared = self._peers.buffer(tuple(hidden.shape), self._dtype)
-            shared.copy_(hidden)
-            wanted = self._peers.pick_rows(shared, a["want_rank"], a["want_row"])
-        else:
-            wanted = hidden.index_select(0, a["want_row"])
+        own, wanted = self._own, self._wanted(hidden, step)
         x = torch.empty_like(wanted)
         self._k.add_norm(wanted, None, own["final_norm"], self._eps, x)
         head = own["embed" if self._model.tied_embeddings else "head"]

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splash_plugins.mla_attention.tiles import PREFILL_TILE
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, Tokens
 from splash_trt.plan import Plan
 
-TILE = 128
-"""Queries of a tile of expanded attention (PREFILL_TILE of plugins/mla_attention/prefill_kernel.py)."""
 _LEAST_ROWS = 256  # fewer take as long
 _FEW_ABSORBED = 64
 _SMALL_ROWS, _SEGMENTS = 2048, 64
@@ -45,7 +44,7 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        return -(-self.rows // TILE) + self.segments if self.context else 0
+        return -(-self.rows // PREFILL_TILE) + self.segments if self.context else 0
 
 
 def ladder(least: int, most: int, steps: int) -> list[int]:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
+from splash_plugins.mla_attention.tiles import NO_TILE, tiles_of
 from splash_trt.runtime.device_step import DeviceRound, DeviceStep
 from splash_trt.runtime.step_arrays import StepArrays
 
 _ALIGNMENT = 16
-_NO_TILE = -1
 _ROUND_FIELDS = ("holder", "page", "offset", "segments")
-Tiles = Callable[[np.ndarray], np.ndarray]
-"""From a round's segments [S, 5] to the tiles of queries that the prefill kernel works through, [n, 2] int32."""
 
 
 class Uploader:
     """fixed_bytes: of the memory at a fixed address, for steps that a captured graph reads."""
 
-    def __init__(self, device: torch.device, tiles: Tiles, fixed_bytes: int) -> None:
+    def __init__(self, device: torch.device, fixed_bytes: int) -> None:
         self._device = device
-        self._tiles = tiles
         self._fixed = torch.zeros(fixed_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, step: StepArrays, *, fixed: bool) -> DeviceStep:
@@ -30,10 +25,10 @@ class Uploader:
         arrays = dict(step.arrays)
         for index, part in enumerate(step.rounds):
             arrays |= {f"{name}.{index}": getattr(part, name) for name in _ROUND_FIELDS}
-            tiles = self._tiles(part.segments)
+            tiles = tiles_of(part.segments)
             missing = step.shape.tiles - len(tiles) if step.padded else 0
             assert missing >= 0, "a graph works through no more tiles than its shape has"
-            arrays[f"tiles.{index}"] = np.pad(tiles, ((0, missing), (0, 0)), constant_values=_NO_TILE)
+            arrays[f"tiles.{index}"] = np.pad(tiles, ((0, missing), (0, 0)), constant_values=NO_TILE)
         found = self._copy(arrays, fixed)
         rounds = tuple(
             DeviceRound(

@@ -1,6 +1,6 @@
 """The operations of a step under a layout: how much each computes, reads, writes and sends, on every rank.
 
-The operations are those of engines/ops.py as runtime/runner.py puts them together, one entry for all layers of a kind.
+The operations are those that runtime/program.py puts together, one entry for all layers of a kind.
 H_r heads resident on a rank (all of them where residency is FULL, else the largest shard), D hidden, L latent, R rope
 part, W = L + R, Q query latent, I intermediate. A product of [T, a] with [a, b] takes 2 T a b operations and reads
 a b numbers of weights once. Routing is uniform: a rank computes its share of T k choices, and of E experts

@@ -9,13 +9,13 @@ from splash_plugins.mla_attention import prefill_hopper_kernel
 from splash_plugins.mla_attention.gather_kernel import BLOCK_ROWS, _gather_kernel
 from splash_plugins.mla_attention.prefill_kernel import (
     HEAD_GROUP,
-    PREFILL_TILE,
     Blocks,
     _prefill_kernel,
     choose_blocks,
     pad,
     split_nope,
 )
+from splash_plugins.mla_attention.tiles import PREFILL_TILE
 from tests.kernels.aot import Kernel, Target
 
 # (nope, rope, v), dtype, merge: glm-4.7-flash, deepseek-v3, and a tiny model

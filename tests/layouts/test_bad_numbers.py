@@ -51,7 +51,7 @@ def expected(folder: Path, good: list[Request]) -> dict[str, Told]:
 def test_others_are_told_the_same(
     folder: Path, good: list[Request], expected: dict[str, Told], bad: float, layout: Layout, sizes: tuple[int, ...]
 ) -> None:
-    with patch("tests.device_ranks.REFERENCE", spoiled(bad)), device_ranks(sizes):
+    with patch("splash_trt.runtime.cpu_runner.REFERENCE", spoiled(bad)), device_ranks(sizes):
         with Server(folder, ranks=2, layout=layout, pages=30, absorbed_tokens=3, dop_absorbed_tokens=3) as server:
             for i, request in enumerate(good):
                 prompt = tuple(BAD_ID if k % 3 == 0 else k for k in range(5 * i + 1))

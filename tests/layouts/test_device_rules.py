@@ -76,7 +76,7 @@ LOG: list[str] = []
 
 def test_no_layout_runs_on_heads_that_never_came(tmp_path: Path) -> None:
     """Where they would be lie cache rows."""
-    with device_ranks(), Server(write_model(tmp_path), ranks=2, layout=Layout.TP, pages=40) as server:
+    with Server(write_model(tmp_path), ranks=2, layout=Layout.TP, pages=40) as server:
         server.add(*make_requests(2))
         server.step()
         plan = dataclasses.replace(server.plans[-1], layout=Layout.DP)
@@ -86,7 +86,7 @@ def test_no_layout_runs_on_heads_that_never_came(tmp_path: Path) -> None:
 
 def test_ranks_meet_anew_before_they_tell_their_status(tmp_path: Path) -> None:
     LOG.clear()
-    with device_ranks((2, 4)), patch("tests.device_ranks.CollectivePeers", Told):
+    with device_ranks((2, 4)), patch("splash_trt.runtime.cpu_runner.CollectivePeers", Told):
         with Server(write_model(tmp_path), ranks=2, layout=Layout.TP, pages=40) as server:
             server.add(*make_requests(6))
             server.step()

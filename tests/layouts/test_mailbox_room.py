@@ -67,7 +67,7 @@ def test_a_half_holds_it(tmp_path: Path, layout: Layout, tokens: int, running: i
     requests = [msgspec.structs.replace(request, sampling=wish) for request in make_requests(min(running, 4) + 2)]
     config = {"max_batch_tokens": tokens, "max_running": running, "context_block_tokens": 512, "dtype": "float32"}
     MOST["used"] = 0
-    with device_ranks(ladder(1, running, 4)), patch("tests.device_ranks.CollectivePeers", Counted):
+    with device_ranks(ladder(1, running, 4)), patch("splash_trt.runtime.cpu_runner.CollectivePeers", Counted):
         with Server(folder, ranks=ranks, layout=layout, pages=60, layouts=(), **config) as server:
             server.add(*requests)
             server.run()

@@ -1,6 +1,5 @@
-"""The proofs about the program that GPUs run can fail: with a mistake planted in it, what is served is noticed to be
-wrong. Each case first runs without the mistake and agrees with the plain runner on one rank, which agrees with an
-oracle (test_oracle.py).
+"""The proofs about a step's program can fail: with a mistake planted in it, what is served is noticed to be wrong. Each
+case first runs without the mistake and agrees with what one rank serves, which agrees with an oracle (test_oracle.py).
 
 Numbers for kernels alone (`offsets`, `absorbed_offsets`) are not among them: on a CPU nobody reads them.
 """
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from splash_plugins.lse_merge.reference import lse_merge
-from splash_plugins.mla_attention.prefill_kernel import tiles_of
+from splash_plugins.mla_attention.tiles import tiles_of
 from splash_plugins.shard_sample import reference as shard_sample
 from splash_trt.config import Layout
 from splash_trt.request import Request, SamplingParams
@@ -169,6 +168,9 @@ MISTAKES: dict[str, Mistake] = {
         layout=TP, plant=kernel_given("grouped_experts", addend=lambda addend: None)
     ),
     "gate and up swapped": Mistake(layout=DOP, plant=kernel_given("gated", gate_up=lambda w: w.flip(0))),
+    "gate and up swapped in experts": Mistake(
+        layout=DP, plant=kernel_given("grouped_experts", gate_up=lambda w: w.roll(w.shape[1] // 2, 1))
+    ),
     # How ranks meet
     "rounds merged without their weights": Mistake(
         layout=TP, plant=put("splash_plugins.mla_attention.prefill_reference.lse_merge", plain_mean), sizes=PLAIN
@@ -209,7 +211,7 @@ MISTAKES: dict[str, Mistake] = {
     "a segment lacks its last query": Mistake(layout=DP, plant=rounds(segments=column(1, -1))),
     "a segment lacks its last key": Mistake(layout=CP, plant=rounds(segments=column(3, -1)), sizes=PLAIN),
     "context rows one further": Mistake(layout=TP, plant=rounds(offset=lambda x: (x + 1) % 8)),
-    "a tile is left out": Mistake(layout=DOP, plant=put("tests.device_ranks.tiles_of", tiles_but_one)),
+    "a tile is left out": Mistake(layout=DOP, plant=put("splash_trt.runtime.upload.tiles_of", tiles_but_one)),
     # Sampling
     "ids of the shard, not of the vocabulary": Mistake(
         layout=TP,

@@ -34,8 +34,8 @@ from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.plan import Plan
 from splash_trt.request import FinishReason, Request, SamplingParams, TokenDelta
-from splash_trt.runtime import runner as runner_module
-from splash_trt.runtime.runner import Runner
+from splash_trt.runtime import device_clock
+from splash_trt.runtime.device_runner import DeviceRunner
 from splash_trt.scheduler.scheduler import Scheduler
 from splash_trt.worker import Worker, start_worker
 
@@ -176,7 +176,7 @@ class Server:
         self.plans: list[Plan] = []
         self.workers: dict[int, Worker] = {}
         self._patches = ExitStack()
-        for module in (orchestrator_module, runner_module):
+        for module in (orchestrator_module, device_clock):
             self._patches.enter_context(patch.object(module, "time", _counted()))
         with patch.object(llm_module, "start_worker", self._start_worker):
             del sizes["num_ranks"], sizes["layout"]
@@ -219,7 +219,7 @@ class Server:
     def records(self) -> list[Record]:
         return list(self.scheduler.switcher.records)
 
-    def runner(self, rank: int) -> Runner:
+    def runner(self, rank: int) -> DeviceRunner:
         return self.workers[rank].runner
 
     def add(self, *requests: Request) -> None:

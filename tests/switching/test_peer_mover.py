@@ -223,7 +223,7 @@ def named(pieces: np.ndarray) -> set[tuple[int, int]]:
 def test_a_tour_under_load_tells_the_same(
     folder: Path, requests: list[Request], expected: dict[str, Told], ranks: int, in_flight: int
 ) -> None:
-    """The runner that GPUs have, in one process: every switch, compaction included, while requests come and end."""
+    """Movers as GPUs have them, in one process: every switch, compaction included, while requests come and end."""
     waiting = list(requests)
     config = {"migration_bytes": 12000, "migration_max_slowdown": 1000.0, "plans_in_flight": in_flight}
     with (

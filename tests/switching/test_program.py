@@ -1,4 +1,4 @@
-"""Switching under the program that GPUs run, which pads steps and takes their results later, changes nothing either."""
+"""Switching changes nothing either where steps are padded, as GPUs' are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""As tests/layouts/test_program_mutations.py does for steps, for what GPU ranks do in a switch: with a mistake planted
-in it, a tour of all switches is noticed to go wrong."""
+"""As tests/layouts/test_program_mutations.py does for steps, for what ranks do in a switch that write into each other's
+memory: with a mistake planted in it, a tour of all switches is noticed to go wrong."""
 
 from __future__ import annotations
 

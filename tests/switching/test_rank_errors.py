@@ -121,7 +121,7 @@ def test_a_rank_that_fails_elsewhere_ends_the_run_naming_it(
     server.add(*requests[:9])
     for _ in range(4):
         server.step()
-    owner = server.runner(2)._inputs
+    owner = server.runner(2)._forward._builder
     fails = Fails(server, state, owner.build)
     stays = patch.object(Switcher, "_prepare", lambda *_, **__: None) if state is State.PREPARING else nullcontext()
     with stays, patch.object(owner, "build", fails), pytest.raises(RankFailure, match="rank 2 failed: .*planted"):

@@ -9,6 +9,8 @@ import pytest
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.layout.switch import State
+from splash_trt.memory.map import memory_map
+from splash_trt.models.families import load_config
 from splash_trt.request import Request
 from tests.switching.harness import STEP_S, WIDE, Server, Told, assert_same, held, make_requests, pages_of, scatter
 
@@ -81,7 +83,7 @@ def test_heads_come_from_the_cache_and_go_back(folder: Path) -> None:
         server.add(*requests)
         server.step()
         for rank in range(RANKS):
-            sizes = server.runner(rank)._arena.sizes
+            sizes = memory_map(load_config(folder), server.llm.config, rank)
             gained = pages_of(server, Residency.SHARD)[rank] - pages_of(server, Residency.FULL)[rank]
             whole, rest = divmod(sizes.others_bytes, sizes.page_bytes)
             assert whole > 0 and whole <= gained <= whole + 1 + (rest + 255 > sizes.page_bytes)

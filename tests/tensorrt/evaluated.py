@@ -1,6 +1,6 @@
 """The engine "evaluator": networks lowered for tensorrt_rtx, executed by tests/oracles/network_evaluator.
 
-Plugged in where the runner makes its engines, so that a whole server runs on it: `with evaluator(): LLM(...)`.
+Plugged in where workers make their runners, so that a whole server runs on it: `with evaluator(): LLM(...)`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from unittest.mock import patch
 
 import torch
 
+from splash_engines.kernels import Kernels
 from splash_engines.tensorrt.engine import NetworkEngine, Signature
 from splash_engines.tensorrt.graph import Graph
 from splash_engines.tensorrt.segments import ATTEND, Lowering
 from splash_engines.tensorrt.sizes import Sizes, sizes_of
 from splash_engines.trt_api import Api, load_api
-from splash_trt.config import Layout
+from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.board import Watch
 from splash_trt.dist.collectives import Collectives
-from splash_trt.layout.spec import SPECS, LayoutSpec, Tokens
+from splash_trt.dist.world import World
+from splash_trt.layout.spec import SPECS, Tokens
 from splash_trt.models.config import ModelConfig
-from splash_trt.weights.store import WeightStore
+from splash_trt.runtime.cpu_runner import cpu_runner
+from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.device_step import RankState
+from splash_trt.runtime.network_program import NetworkProgram
+from splash_trt.runtime.peers import Peers
 from tests.oracles.network_evaluator import NetworkEvaluator
 
 REAL = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
@@ -107,23 +114,30 @@ class EvaluatorExecutor:
 
 @contextmanager
 def evaluator(networks: Networks, *, attention: bool = True) -> Iterator[Networks]:
-    """Runners made inside have NetworkEngines over `networks`, which are of their model and dtype.
+    """Runners made inside have programs of `networks`, which are of their model and dtype.
 
     attention: the plugin mla_attention is networks too, else it is its reference.
     """
 
-    def engine(
-        model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives, routing: str = ""
-    ) -> NetworkEngine:
-        assert not routing
-        layout = next(layout for layout, each in SPECS.items() if each is spec)
-        return NetworkEngine(model, spec, weights, collectives, EvaluatorExecutor(networks, layout, collectives))
+    def make(world: World, *rest: Any) -> DeviceRunner:
+        collectives = world.collectives
 
+        def program(
+            model: ModelConfig, config: EngineConfig, layout: Layout, kernels: Kernels, peers: Peers,
+            state: RankState, watch: Watch,
+        ) -> NetworkProgram:  # fmt: skip
+            executor = EvaluatorExecutor(networks, layout, collectives)
+            engine = NetworkEngine(model, SPECS[layout], state.weights, collectives, executor)
+            return NetworkProgram(model, config, layout, kernels, peers, state, watch, engine=engine)
+
+        return cpu_runner(world, *rest, program=program)
+
+    plugin = "splash_plugins.mla_attention"
     with ExitStack() as stack:
-        stack.enter_context(patch("splash_trt.runtime.runner.TorchEngine", engine))
+        stack.enter_context(patch("splash_trt.worker.make_runner", make))
         if attention:
-            stack.enter_context(patch("splash_trt.runtime.absorbed.mla_decode", Attend(networks).absorbed))
-            stack.enter_context(patch("splash_trt.runtime.expanded.mla_prefill", Attend(networks).expanded))
+            stack.enter_context(patch(f"{plugin}.decode_reference.mla_decode", Attend(networks).absorbed))
+            stack.enter_context(patch(f"{plugin}.prefill_reference.mla_prefill", Attend(networks).expanded))
         yield networks
 
 

@@ -1,4 +1,4 @@
-"""One rank's segments computed twice, by the torch engine and by evaluated networks, on the same inputs.
+"""One rank's segments computed twice, by plain torch and by evaluated networks, on the same inputs.
 
 Ranks are not run: `Alone` stands for the others' part of every exchange with values of its own, the same for both.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from splash_engines.lower_torch import TorchEngine
 from splash_engines.tensorrt.engine import NetworkEngine
 from splash_plugins.mla_attention.reference import mla_decode, mla_prefill
 from splash_trt.cache.storage import PageStorage
@@ -23,6 +22,7 @@ from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.spec import TensorSpec
 from splash_trt.weights.store import WeightStore
 from tests.oracles.network_evaluator import NetworkError
+from tests.oracles.torch_segments import TorchSegments
 from tests.tensorrt.evaluated import Attend, EvaluatorExecutor, Networks
 
 TOKENS = 24
@@ -79,7 +79,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 class Rank:
-    """The weights of one rank, and both engines over them."""
+    """The weights of one rank, and both forms of the segments over them."""
 
     def __init__(
         self, model: ModelConfig, layout: Layout, rank: int, size: int, dtype: str, networks: Networks,
@@ -102,7 +102,7 @@ class Rank:
         comm = Alone(rank, size)
         self.comm = comm
         spec = SPECS[layout]
-        self.torch = TorchEngine(model, spec, weights, comm)
+        self.torch = TorchSegments(model, spec, weights, comm)
         self.network = NetworkEngine(model, spec, weights, comm, EvaluatorExecutor(networks, layout, comm))
         self.counts = [2] * size if spec.tokens is Tokens.SPREAD else [TOKENS] * size
         if spec.tokens is Tokens.SPREAD:

@@ -30,7 +30,7 @@ def requests(prompts: Sequence[Sequence[int]], max_tokens: int, sampled: bool = 
         Request(
             id=f"{'drawn' if sampled else 'greedy'}{i}",
             prompt=tuple(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2, seed=i, **kind),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=5, seed=i, **kind),
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -1,4 +1,4 @@
-"""The comparison of networks with the torch engine can fail: planted defects, each of which it must find.
+"""The comparison of networks with plain torch can fail: planted defects, each of which it must find.
 
 Three kinds: another model is lowered than is run, a finished network is edited through TensorRT's own interface, and
 right networks are bound to wrong tensors. A defect is found if TensorRT or the evaluator refuses the network, or if

@@ -312,7 +312,7 @@ def check_protocol(planned: list[Planned]) -> None:
 
 @pytest.mark.parametrize(("layout", "size"), [(Layout.TP, 2), (Layout.DP, 2)])
 def test_real_segments_go_through_it(models: Models, planned: list[Planned], layout: Layout, size: int) -> None:
-    """What a rank's segments compute through plans is what the torch engine computes."""
+    """What a rank's segments compute through plans is what plain torch computes."""
     kept = Networks(models.config("v3_half_rope"), torch.float32, experts="moe_in")
     found = worst(Rank(models.config("v3_half_rope"), layout, 1, size, "float32", kept))
     assert len(found) >= 8 and max(found.values()) < 2e-5, found
@@ -320,7 +320,7 @@ def test_real_segments_go_through_it(models: Models, planned: list[Planned], lay
 
 
 def test_a_whole_server_goes_through_it(models: Models, planned: list[Planned]) -> None:
-    """Two ranks that switch through all layouts while they answer give the torch engine's tokens."""
+    """Two ranks that switch through all layouts while they answer give the tokens of plain torch."""
     asked = requests([[5, 6, 7, 8, 9], [11, 3], list(range(20, 39))], 8)
     folder = models.folder("v3_half_rope")
     expected = serve(folder, asked, ranks=1, tour=[Layout.TP], dtype="float32")

@@ -1,4 +1,4 @@
-"""Every segment's network computes what the torch engine's segment computes: all variants, cuts, layouts and types."""
+"""Every segment's network computes what the segment in plain torch computes: all variants, cuts, layouts and types."""
 
 from __future__ import annotations
 

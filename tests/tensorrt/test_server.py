@@ -1,6 +1,6 @@
 """The whole server on networks: all as always but for segments and attention, which are evaluated networks.
 
-The reference is the torch engine on one rank that never switches. In float32 a first difference of tokens is accepted
+The reference is plain torch on one rank that never switches. In float32 a first difference of tokens is accepted
 only where the reference had the two nearly tied; in float64, where the networks' constants are all that is rounded,
 never.
 """
@@ -87,7 +87,7 @@ def test_a_rank_without_heads(models: Models) -> None:
 
 
 def test_bfloat16() -> None:
-    """Rounded as the torch engine rounds: the two are as near to each other as their order of sums allows."""
+    """Rounded in about the same places as plain torch: the two are as near to each other as that allows."""
     asked = requests([list(TEXT[:n]) for n in (11, 3, 8)], 5)
     expected = serve(DEMO, asked, ranks=2, tour=[DP], dtype="bfloat16")
     with evaluator(Networks(load_config(DEMO), torch.bfloat16)):

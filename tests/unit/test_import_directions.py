@@ -63,8 +63,8 @@ PLANTED = {
         "splash_trt/plan.py:2: splash_trt.plan (layer 0) must not import splash_trt.dist.control (layer 2)",
     ),
     "upward to a module that does not exist yet": (
-        {"splash_trt/plan.py": "from splash_trt.runtime.runner import Runner\n"},
-        "splash_trt/plan.py:1: splash_trt.plan (layer 0) must not import splash_trt.runtime.runner.Runner (layer 4)",
+        {"splash_trt/plan.py": "from splash_trt.runtime.device_runner import DeviceRunner\n"},
+        "splash_trt/plan.py:1: splash_trt.plan (layer 0) must not import splash_trt.runtime.device_runner.DeviceRunner",
     ),
     "upward and relative": (
         {"splash_trt/dist/control.py": "from ..worker import Worker\n"},
@@ -79,8 +79,8 @@ PLANTED = {
         "splash_trt/cache/pool.py:1: splash_trt.cache.pool (layer 1) must not import splash_trt.cache.storage",
     ),
     "upward from the engines": (
-        {"engines/ops.py": "import splash_trt.runtime.runner\n"},
-        "engines/ops.py:1: splash_engines.ops (layer 3) must not import splash_trt.runtime.runner (layer 4)",
+        {"engines/ops.py": "import splash_trt.runtime.device_runner\n"},
+        "engines/ops.py:1: splash_engines.ops (layer 3) must not import splash_trt.runtime.device_runner (layer 4)",
     ),
     "module without a layer": (
         {"splash_trt/misc.py": ""},

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from splash_plugins.mla_attention.prefill_kernel import PREFILL_TILE, tiles_of
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.partition import rank_counts, token_ranks
 from splash_trt.plan import SAMPLE, Plan
 from splash_trt.runtime.block_tables import BlockTables
-from splash_trt.runtime.shapes import TILE, Shapes, ladder
+from splash_trt.runtime.shapes import Shapes, ladder
 from splash_trt.runtime.step_arrays import ArrayBuilder, StepArrays
 from splash_trt.runtime.upload import Uploader
 from tests.plans import empty_plan
@@ -83,7 +82,7 @@ def check(plain: StepArrays, padded: StepArrays) -> None:
             values = getattr(part, name)
             assert getattr(one, name)[: len(values)].tolist() == values.tolist()
         assert not one.segments[len(part.segments) :].any()
-    (uploaded,) = Uploader(torch.device("cpu"), tiles_of, 0)(padded, fixed=False).rounds
+    (uploaded,) = Uploader(torch.device("cpu"), 0)(padded, fixed=False).rounds
     assert len(uploaded.tiles) == padded.shape.tiles
 
 
@@ -112,7 +111,3 @@ def test_padded_steps_are_the_steps(layout: Layout, ranks: int, sizes: tuple[int
             for step, plain in zip(padded, built(config, plan, []), strict=True):
                 check(plain, step)
     assert seen == ({False} if most_tokens == 1 else {False, True}), "a kind of step was never padded"
-
-
-def test_tiles_are_counted_in_the_kernels_size() -> None:
-    assert TILE == PREFILL_TILE

@@ -1,4 +1,6 @@
-"""The dense parts of a step in plain torch: one engine per layout, all over the same weights.
+"""The dense parts of a step in plain torch, cut as networks are: the truth for splash_engines.tensorrt.
+
+The same calls as NetworkEngine; a step's program itself is cut otherwise (runtime/program.py).
 
 T_r tokens whose hidden state this rank holds, T tokens in all, D hidden, H heads resident here (SHARD: the rank's;
 FULL: own, then the others' in rank order), W = L + R. Head-cut products run once per block of heads.
@@ -13,7 +15,6 @@ import torch.nn.functional as F
 
 from splash_engines import ops
 from splash_plugins.grouped_experts.reference import grouped_experts
-from splash_trt.config import SIMULATED_ROUTING
 from splash_trt.dist.collectives import Collectives
 from splash_trt.layout.spec import LayoutSpec, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
@@ -22,21 +23,12 @@ from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
 
 
-class TorchEngine:
+class TorchSegments:
     """The model's segments under one layout; `counts` [N] in the calls are the plan's."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        spec: LayoutSpec,
-        weights: WeightStore,
-        collectives: Collectives,
-        simulate_routing: str = "",
+        self, model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives
     ) -> None:
-        """simulate_routing: EngineConfig's."""
-        assert simulate_routing in SIMULATED_ROUTING, simulate_routing
-        self._simulates = bool(simulate_routing) and model.experts is not None
-        self._choice: torch.Tensor | None = None  # the step's simulated one of all layers
         self.model = model
         self.spec = spec
         self._own = weights.own
@@ -48,14 +40,8 @@ class TorchEngine:
         self._first_id = partition(model.vocab_size, size)[rank][0]
         self._first_expert = first_expert(model, rank, size)
 
-    def embed(self, ids: torch.Tensor, counts: Sequence[int], position: torch.Tensor | None = None) -> torch.Tensor:
-        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D].
-
-        position [T], in the order of ids: needed where routing is simulated, which a step begins with here.
-        """
-        if self._simulates:
-            assert position is not None and self.model.experts is not None
-            self._choice = ops.uniform_choice(self.model.num_layers, ids, position, self.model.experts)
+    def embed(self, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D]."""
         partial = ops.embed(ids, self._own["embed"], self._first_id)
         return self._sum(partial, counts)
 
@@ -148,8 +134,6 @@ class TorchEngine:
         own, config, p = self._own, self.model.experts, f"layers.{layer}."
         assert config is not None
         choice, weight = ops.route(x, own[p + "router"], own.get(p + "router_bias"), config)
-        if self._choice is not None:
-            choice = self._choice[layer]  # with the weights of the router's own, which costs what it does otherwise
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
         partial = grouped_experts(x, choice, weight, gate_up, down, self._first_expert)
         if config.shared_intermediate_size:
