@@ -16,6 +16,9 @@ KINDS = (
 collectives the factor concerns their bytes, not their latency; copies are what a switch moves in the background."""
 
 
+MOST_MIGRATION_BYTES = 1 << 40
+"""As of EngineConfig."""
+
 BACKGROUND_SHARE = 0.035
 """Of the link, for copies in the background: 13 GB/s of an H200's 369 lengthened a memory-bound step by 0.35 %."""
 
@@ -57,4 +60,4 @@ class Device:
     @property
     def migration_bytes(self) -> int:
         """EngineConfig.migration_bytes that steps on this device hardly notice."""
-        return round(BACKGROUND_SHARE * self.link_bytes_s * REFERENCE_STEP_S)
+        return min(max(1, round(BACKGROUND_SHARE * self.link_bytes_s * REFERENCE_STEP_S)), MOST_MIGRATION_BYTES)

@@ -4,7 +4,9 @@ load."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,11 +170,23 @@ def _check_outputs(options: Options) -> None:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"plots_folder: {folder} is a file; name a folder")
         plots.pyplot()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"plots_folder: {folder} cannot be made: {error.strerror}; name another") from error
     if file is not None:
         if not file.parent.is_dir():
             raise ValueError(f"json_file: there is no folder {file.parent}")
         if file.is_dir():
             raise ValueError(f"json_file: {file} is a folder; name a file")
+        try:
+            if not file.exists():
+                file.touch()
+                file.unlink()
+            elif not os.access(file, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise ValueError(f"json_file: {file} cannot be written: {error.strerror}; name another") from error
 
 
 def open_load(options: Options) -> Trace | Adversary:
@@ -180,7 +194,8 @@ def open_load(options: Options) -> Trace | Adversary:
     name = options.trace.partition(":")[0]
     if name in generators.names() and not Path(options.trace).is_file():
         if options.requests is not None:
-            raise ValueError(f"requests: is for files; {name} takes its own numbers, as in {name}:requests=100")
+            own = generators.counts(name)[0]
+            raise ValueError(f"requests: is for files; {name} takes its own numbers, as in {name}:{own}=2")
         made = generators.make(options.trace, options.seed)
         if isinstance(made, Adversary):
             return made

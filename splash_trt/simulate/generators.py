@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -162,7 +163,8 @@ def _lengths(
     rng: Generator, count: int, median: float, sigma: float, *, most: float = float(1 << 30)
 ) -> np.ndarray:
     """[count] int64, log-normal, from 1 to `most`."""
-    return np.clip(np.rint(median * np.exp(rng.normal(0, sigma, count))), 1, most).astype(np.int64)
+    with np.errstate(over="ignore"):  # `most` stands for what no float holds
+        return np.clip(np.rint(median * np.exp(rng.normal(0, sigma, count))), 1, most).astype(np.int64)
 
 
 GENERATORS: Mapping[str, Callable[..., Trace]] = MappingProxyType(
@@ -188,11 +190,33 @@ def make(text: str, seed: int) -> Trace | Adversary:
         if key not in allowed:
             raise ValueError(f"trace: {name} has no {key!r}; it has {', '.join(allowed)}")
         values[key] = _number(f"trace: {name}: {key}", value, allowed[key], key)
+    _check_count(name, {**allowed, **values})
     if name == ADVERSARY:
         return Adversary(seed, **{key: int(value) for key, value in values.items()})
     trace = GENERATORS[name](np.random.default_rng(seed), **values)
     shown = ", ".join(f"{key}={values.get(key, default):g}" for key, default in allowed.items())
     return dataclasses.replace(trace, notes=(f"{name}: {shown}, seed={seed}", *trace.notes))
+
+
+COUNTS = {
+    "rollouts": ("prompts", "samples", "waves"),
+    "agents": ("sessions", "turns"),
+    "random": ("phases", "size"),
+}
+"""The keys that multiply to how many requests there are (of random: of a thousand), where it is not `requests`."""
+
+
+def counts(name: str) -> tuple[str, ...]:
+    """The keys that say how many requests a load has."""
+    return COUNTS.get(name, ("requests",))
+
+
+def _check_count(name: str, values: Mapping[str, int | float]) -> None:
+    """ValueError before a load is made that no memory holds."""
+    asked = math.prod(max(1, values[key]) for key in counts(name)) * (1000 if name == "random" else 1)
+    if asked > MOST:
+        keys = " or ".join(counts(name))
+        raise ValueError(f"trace: {name}: about {asked:.3g} requests are above {MOST}; lower {keys}")
 
 
 ZERO_ALLOWED = ("clients", "phases", "pause_s", "start_s", "system_tokens")

@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -138,7 +139,9 @@ def read_trace(path: Path, *, requests: int | None = None) -> Trace:
         try:
             rows = list(_mooncake(path, file) if path.suffix == ".jsonl" else _azure(path, file))
         except UnicodeDecodeError as error:
-            raise ValueError(f"trace: {path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+            raise ValueError(
+                f"trace: {path}: not UTF-8 text: {error.reason} at byte {error.start}; if it is compressed, unpack it"
+            ) from None
     if not rows:
         raise ValueError(f"trace: {path}: there is no request in it")
     seconds, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
@@ -157,8 +160,8 @@ def _azure(path: Path, file: Any) -> Iterator[Row]:
     header = next(rows, [])
     if header != AZURE_COLUMNS:
         raise ValueError(
-            f"trace: {path}, line 1: the columns are {','.join(header)!r}; they must be {','.join(AZURE_COLUMNS)} "
-            "(or the file's name must end in .jsonl, for Mooncake's format)"
+            f"trace: {path}, line 1: the columns are {reprlib.repr(','.join(header))}; they must be "
+            f"{','.join(AZURE_COLUMNS)} (or the file's name must end in .jsonl, for Mooncake's format)"
         )
     for cells in rows:
         where = f"trace: {path}, line {reader.line_num}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from splash_trt.config import EngineConfig
 from splash_trt.scheduler import devices
 from splash_trt.scheduler.devices import (
     BUILT_IN,
@@ -31,6 +32,12 @@ def test_built_in_ones_say_where_their_figures_are_from() -> None:
     assert BUILT_IN["h200"].flops["bfloat16"] == pytest.approx(785e12)
     assert BUILT_IN["h200"].link_bytes_s == pytest.approx(369e9)
     assert BUILT_IN["b200"].memory_bytes_s == pytest.approx(8e12 * 4.3 / 4.8)
+
+
+@pytest.mark.parametrize(("link", "least"), [(1.0, 1), (1e30, 1 << 40)])
+def test_any_link_gives_bytes_a_step_that_a_deployment_takes(link: float, least: int) -> None:
+    device = replace(BUILT_IN["cpu"], link_bytes_s=link)
+    assert device.migration_bytes == least == EngineConfig(migration_bytes=device.migration_bytes).migration_bytes
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:

@@ -88,7 +88,12 @@ def test_an_overdue_request_waits_only_for_those_before_it(stream: Stream) -> No
     while not all(r.id in c.outputs.finish for r in stream.patient):
         known, overdue = dict(living), {name for name, s in living.items() if s.overdue}
         holders = {name for name, s in living.items() if s.slot >= 0}
+        waiting = {r.id for r in stream.patient if r.id in living and living[r.id].slot < 0}
         admitted = stream.step(c, step)
+        waiting &= {name for name, s in living.items() if s.slot < 0}
+        passed_over = waiting and step > MAX_WAIT_S and [name for name in admitted if name.startswith("s")]
+        assert not passed_over, f"{passed_over} got cache while {waiting} waited for more than {MAX_WAIT_S} s"
+        assert step < 20_000, "nobody gets on, and nobody is overdue"
         for name in [name for name, s in known.items() if s.overdue and name not in overdue]:
             earlier = {n for n, s in known.items() if s.overdue and s.arrival < known[name].arrival}
             before[name] = holders | earlier

@@ -84,7 +84,8 @@ def test_pictures(tmp_path: Path) -> None:
         (["--migration-bytes", "0"], LOAD, "--migration-bytes: 0 is not"),
         (["--memory", "1M"], LOAD, "--memory: 1048576 is too small"),
         (["--memory-share", "0.5"], LOAD, "--memory-share:"),
-        (["--requests", "3"], LOAD, "--requests: is for files"),
+        (["--requests", "3"], LOAD, "as in rollouts:prompts=2"),
+        (["--requests", "3"], "prompts:requests=2", "as in prompts:requests=2"),
         ([], "rollouts:speed=2", "--trace: rollouts has no 'speed'"),
         ([], "nonsense", "--trace: 'nonsense' is neither a file"),
         ([], "missing.csv", "--trace: 'missing.csv' is neither a file"),
@@ -96,6 +97,8 @@ def test_pictures(tmp_path: Path) -> None:
         (["--json", "/nowhere/at/all.json"], LOAD, "--json: there is no folder"),
         (["--json", str(MODEL)], LOAD, "is a folder; name a file"),
         (["--plots", str(MODEL / "config.json")], LOAD, "--plots: "),
+        (["--json", "/proc/nothing.json"], LOAD, "--json: /proc/nothing.json cannot be written: "),
+        (["--plots", "/proc/nothing"], LOAD, "--plots: /proc/nothing cannot be made: "),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], load: str, said: str) -> None:

@@ -54,6 +54,7 @@ def test_mooncake(tmp_path: Path) -> None:
     [
         ("a.csv", "", "line 1"),
         ("a.csv", "time,in,out\n", "line 1: the columns are 'time,in,out'"),
+        ("a.csv", "\0" * 4000, "\\x00'; they must be TIMESTAMP,ContextTokens,GeneratedTokens"),
         ("a.csv", AZURE.splitlines()[0] + "\n", "there is no request"),
         ("a.csv", AZURE + "2023-11-16 18:15:50,4\n", "line 5: 2 columns"),
         ("a.csv", AZURE + "yesterday,4,4\n", "line 5: TIMESTAMP: 'yesterday'"),
@@ -83,8 +84,14 @@ def test_wrong_files_are_named_by_file_line_and_field(tmp_path: Path, name: str,
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"TIMESTAMP,\xff\xfe")
-    with pytest.raises(ValueError, match="not UTF-8"):
+    with pytest.raises(ValueError, match="not UTF-8.*if it is compressed, unpack it"):
         read_trace(tmp_path / "a.csv")
+
+
+@pytest.mark.filterwarnings("error")
+def test_lengths_that_no_float_holds_are_the_longest_ones() -> None:
+    trace = generators.make("rollouts:prompts=1,samples=9,output_sigma=1e6", 0)
+    assert isinstance(trace, Trace) and trace.output_tokens.max() == 32768
 
 
 def test_clipping_counts_and_leaves_the_output() -> None:
@@ -173,6 +180,9 @@ def test_random_traces_are_of_all_kinds() -> None:
         ("reasoning:rate=nan", "rate: nan is not a number from 1e-09"),
         ("reasoning:rate=-1", "rate: -1 is not a number"),
         ("rollouts:prompts", "prompts: '' is not a whole number"),
+        ("rollouts:prompts=10000000,samples=100", "about 1e+09 requests are above 10000000; lower prompts or samples"),
+        ("agents:sessions=10000000,turns=2", "lower sessions or turns"),
+        ("random:size=1e7", "lower phases or size"),
         ("adversary:few=0", "few: 0 is not a whole number from 1"),
     ],
 )
