@@ -25,6 +25,9 @@ def interpret() -> None:
         is_kernel = name.startswith("splash_plugins.") and name.rpartition(".")[2].endswith("kernel")
         if is_triton or is_kernel:
             del sys.modules[name]
+        if is_kernel:  # which `from package import kernel` would still find in its package
+            package, _, module = name.rpartition(".")
+            delattr(sys.modules[package], module)
 
 
 def index_by_item() -> None:
