@@ -53,6 +53,7 @@ class Formats:
                 raise ValueError(f"formats.{field}: {value!r} is not one of {', '.join(FORMATS)}")
 
 MOST_MEMORY_BYTES = 1 << 50
+MOST_MIGRATION_BYTES = 1 << 40
 
 MAX_DEADLINE_S = 1e6
 """Eleven days; clocks count nanoseconds in 64 bits, which infinity does not fit."""
@@ -135,7 +136,7 @@ class EngineConfig:
             ("dop_absorbed_tokens", 1, 1 << 20),
             ("context_block_tokens", 1, 1 << 20),
             ("plans_in_flight", 1, 2),
-            ("migration_bytes", 1, 1 << 40),
+            ("migration_bytes", 1, MOST_MIGRATION_BYTES),
         ):
             value = getattr(self, field)
             if value is None and field == "context_block_tokens":

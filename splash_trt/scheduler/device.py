@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from splash_trt.config import MOST_MIGRATION_BYTES
 from splash_trt.migration.budget import REFERENCE_STEP_S
 
 KINDS = (
@@ -15,9 +16,6 @@ KINDS = (
 """What a step's time is made of; each has a factor by which it is slower than the ideal that the figures allow. Of
 collectives the factor concerns their bytes, not their latency; copies are what a switch moves in the background."""
 
-
-MOST_MIGRATION_BYTES = 1 << 40
-"""As of EngineConfig."""
 
 BACKGROUND_SHARE = 0.035
 """Of the link, for copies in the background: 13 GB/s of an H200's 369 lengthened a memory-bound step by 0.35 %."""
