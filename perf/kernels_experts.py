@@ -210,7 +210,8 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
     results = []
     chosen = measure("as chosen", grouped_experts)
     if tokens <= 16:
-        results.append(f"{chosen:8.1f} us  as chosen; {overlap_times(lambda: measure('as chosen', grouped_experts))}")
+        one_by_one = alone(lambda: measure("as chosen", grouped_experts))
+        results.append(f"{chosen:8.1f} us  as chosen; {one_by_one:.1f} us without overlap")
     for mode in modes(shape, tokens):
         if time.perf_counter() > deadline:
             results.append("(out of time)")
@@ -235,14 +236,12 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
     print("".join(f"      {line}\n" for line in results), end="", flush=True)
 
 
-def overlap_times(measure: Callable[[], float]) -> str:
-    """The same without overlapping launches, and without what the first product has fetched for the second."""
-    found = []
-    for name, without in (("no overlap", {"experts", "fetch"}), ("no fetch", {"fetch"})):
-        overlap_kernel.WITHOUT = frozenset(without)
-        found.append(f"{name} {measure():.1f} us")
-    overlap_kernel.WITHOUT = frozenset()
-    return ", ".join(found)
+def alone(measure: Callable[[], float]) -> float:
+    """The same without overlapping launches."""
+    overlap_kernel.BY_DEFAULT = False
+    us = measure()
+    overlap_kernel.BY_DEFAULT = True
+    return us
 
 
 def print_row(case: Case, best: tuple[float, str], chosen: float) -> None:

@@ -36,18 +36,15 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 
 # What it is worth: perf/kernels_decode.py.
 BY_DEFAULT = True
-# Families of kernels that do without, as their launchers name them.
-WITHOUT: frozenset[str] = frozenset()
-# The same for the first kernel after streams have been joined, which has several before it.
-AFTER_JOIN = False
 
 
-def overlap(tensor: torch.Tensor, family: str = "", *, after_join: bool = False) -> dict[str, bool]:
+def overlap(tensor: torch.Tensor, *, after_join: bool = False) -> dict[str, bool]:
     """A launch's options: the kernel's OVERLAP, and Triton's `launch_pdl` where the device knows it.
 
-    after_join: the launch may be the first one after the stream has waited for another.
+    after_join: the launch may be the first one after the stream has waited for another. It has several kernels before
+    it then, and does without.
     """
-    if not BY_DEFAULT or family in WITHOUT or (after_join and not AFTER_JOIN):
+    if not BY_DEFAULT or after_join:
         return {"OVERLAP": False}
     if not tensor.is_cuda or torch.version.hip is not None:
         return {"OVERLAP": False}

@@ -41,6 +41,6 @@ def gather_rows(
     block = min(BLOCK, triton.next_power_of_2(width))
     gather_kernel[(len(pairs), triton.cdiv(width, block))](
         x, x.stride(0), pairs, num_rows, rows, place, width,
-        TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256), **overlap(x, "experts"),
+        TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256), **overlap(x),
     )  # fmt: skip
     return rows, place

@@ -16,7 +16,7 @@ from splash_plugins.grouped_experts import hopper_kernel
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
-from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
+from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks, sort_pairs
 from splash_plugins.grouped_experts.tiles import FETCH_TOKENS, MAX_PAIRS, Plan, Tiles, choose
 from splash_plugins.overlap_kernel import overlap
 
@@ -55,8 +55,11 @@ def grouped_experts(
         chosen = plan or choose(rows.stop - begin, top_k, num_experts, width, inner, x.element_size(), device)
         tail = addend[rows] if addend is not None else None
         fits = plan is None and hopper_kernel.is_chosen(x[rows], gate_up, down, choice[rows].numel())
-        run = _few if chosen.few else _many_on_hopper if fits else _many
-        run(chosen, x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
+        rest = (x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
+        if chosen.few:
+            _few(chosen, *rest)
+        else:
+            _many(None if fits else chosen, *rest)
         ready = None
 
 
@@ -97,12 +100,12 @@ def _few(
     found = {"PAIRS": max(16, triton.next_power_of_2(num_pairs)), "BY_PAIR": by_pair}
     where = (choice, num_pairs, first_expert, num_experts)
     hidden = x.new_empty((num_pairs, inner))
-    fetch = len(x) <= FETCH_TOKENS and overlap(x, "fetch")["OVERLAP"]
+    fetch = len(x) <= FETCH_TOKENS and overlap(x)["OVERLAP"]
     few_gate_up_kernel[(triton.cdiv(inner, plan.gate_up.n), candidates)](
         x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *where,
         DEPTH=width, INNER=inner, TOP_K=top_k, **found, **_blocks(plan.gate_up, x.dtype),
         next_weights=down if fetch else None, NEXT_SIZE=width * inner if fetch else 0,
-        **overlap(x, "experts", after_join=_joined(addend, ready)),
+        **overlap(x, after_join=_joined(addend, ready)),
     )  # fmt: skip
     columns = triton.cdiv(width, plan.down.n)
     w = _weights(down, plan.down)
@@ -112,16 +115,16 @@ def _few(
             ready()
         token_down_kernel[(columns, len(x))](
             hidden, w, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
-            TOP_K=top_k, **sizes, **overlap(x, "experts", after_join=ready is not None),
+            TOP_K=top_k, **sizes, **overlap(x, after_join=ready is not None),
         )  # fmt: skip
         return
     y = x.new_empty((num_pairs, width))
-    few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes, **overlap(x, "experts"))
+    few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes, **overlap(x))
     combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
 
 
 def _many(
-    plan: Plan,
+    plan: Plan | None,
     x: torch.Tensor,
     choice: torch.Tensor,
     weight: torch.Tensor,
@@ -132,10 +135,23 @@ def _many(
     out: torch.Tensor,
     ready: Ready | None,
 ) -> None:
-    num_pairs, top_k = choice.numel(), choice.shape[1]
-    num_experts, width, inner = down.shape
+    """plan None: the products by Hopper's own kernel."""
+    num_experts, top_k = len(down), choice.shape[1]
+    rows = hopper_kernel.ROWS if plan is None else plan.gate_up.m
+    order = sort_pairs(choice, num_experts, first_expert, rows, after_join=_joined(addend, ready))
+    if plan is None:
+        y = hopper_kernel.products(x, gate_up, down, order, top_k)
+    else:
+        y = _products(plan, x, gate_up, down, order, top_k)
+    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
+
+
+def _products(
+    plan: Plan, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, order: SortedPairs, top_k: int
+) -> torch.Tensor:
+    """As hopper_kernel.products."""
+    num_pairs, (num_experts, width, inner) = len(order.pairs), down.shape
     assert plan.gate_up.m == plan.down.m, "both products share one table of blocks"
-    order = sort_pairs(choice, num_experts, first_expert, plan.gate_up.m, after_join=_joined(addend, ready))
     table = (order.pairs, order.blocks, order.num_blocks)
     processors = limits(x.device).processors
 
@@ -146,7 +162,7 @@ def _many(
     hidden = x.new_empty((num_pairs, inner))
     gate_up_kernel[programs(plan.gate_up, inner)](
         x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *table, plan.gate_up.group,
-        DEPTH=width, INNER=inner, TOP_K=top_k, **_blocks(plan.gate_up, x.dtype), **overlap(x, "experts"),
+        DEPTH=width, INNER=inner, TOP_K=top_k, **_blocks(plan.gate_up, x.dtype), **overlap(x),
     )  # fmt: skip
     y = x.new_empty((num_pairs, width))
     down_kernel[programs(plan.down, width)](
@@ -158,29 +174,9 @@ def _many(
         INNER=inner,
         WIDTH=width,
         **_blocks(plan.down, x.dtype),
-        **overlap(x, "experts"),
+        **overlap(x),
     )
-    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
-
-
-def _many_on_hopper(
-    plan: Plan,
-    x: torch.Tensor,
-    choice: torch.Tensor,
-    weight: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    first_expert: int,
-    addend: torch.Tensor | None,
-    out: torch.Tensor,
-    ready: Ready | None,
-) -> None:
-    """As _many, whose plan it does without."""
-    num_experts = len(down)
-    joined = _joined(addend, ready)
-    order = sort_pairs(choice, num_experts, first_expert, hopper_kernel.ROWS, after_join=joined)
-    y = hopper_kernel.products(x, gate_up, down, order, choice.shape[1])
-    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
+    return y
 
 
 def combine(
@@ -206,7 +202,7 @@ def combine(
     combine_kernel[(num_tokens, triton.cdiv(width, block))](
         y, row, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
         WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256),
-        **overlap(y, "experts", after_join=ready is not None),
+        **overlap(y, after_join=ready is not None),
     )  # fmt: skip
 
 

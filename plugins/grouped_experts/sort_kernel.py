@@ -143,13 +143,13 @@ def sort_pairs(
     share = triton.cdiv(num_experts + triton.cdiv(some * chunk, block_m), some)
     counts = None if few else ints(chunks, experts)
     warps = 8 if max(chunk, padded if few else 0) * experts >= ONE_HOT else 4
-    overlapped = overlap(choice, "experts", after_join=after_join)
+    overlapped = overlap(choice, after_join=after_join)
     if counts is not None:
         count_kernel[(chunks,)](
             choice, counts, num_pairs, first_expert, num_experts, EXPERTS=experts, CHUNK=chunk, num_warps=warps,
             **overlapped,
         )  # fmt: skip
-        overlapped = overlap(choice, "experts")
+        overlapped = overlap(choice)
     place_kernel[(chunks,)](
         choice, counts, *out, num_pairs, first_expert, num_experts, chunks,
         EXPERTS=experts, CHUNK=chunk, BLOCKS=triton.next_power_of_2(share), BLOCK_M=block_m,

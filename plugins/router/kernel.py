@@ -264,7 +264,7 @@ def route(
     slice_width = triton.cdiv(triton.cdiv(width, slices), block) * block
     slices = triton.cdiv(width, slice_width)
     precision = "ieee" if x.dtype is torch.float32 else "tf32"
-    overlapped = overlap(x, "router")
+    overlapped = overlap(x)
     if slices == 1:
         route_kernel[(blocks,)](
             x, x.stride(0), router, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
@@ -310,7 +310,7 @@ def _choose_from(
     choose_kernel[(triton.cdiv(num_rows, CHOOSE_ROWS),)](
         partial, bias, num_tokens, choice, weight, num_rows, experts.scale, groups, size,
         SLICES=slices, ROWS=CHOOSE_ROWS, **_columns(groups, size), **_rules(experts),
-        num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)), **overlap(partial, "router"),
+        num_warps=max(1, min(4, CHOOSE_ROWS * columns // 128)), **overlap(partial),
     )  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def best_of_shard(
     column = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     _best_of_blocks[num_blocks, num_rows](
         logits, logits.stride(0), temperature, seed, position, first_id, num_ids, best, column, num_blocks,
-        BLOCK=BLOCK, **overlap(logits, "sample"),
+        BLOCK=BLOCK, **overlap(logits),
     )  # fmt: skip
     _best_of_rows[(num_rows,)](
         logits,
@@ -212,7 +212,7 @@ def best_of_shard(
         id.stride(0),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(num_blocks),
-        **overlap(logits, "sample"),
+        **overlap(logits),
     )
 
 
@@ -237,4 +237,4 @@ def best_of_shards(found: Tensor, tokens: Tensor) -> None:
     assert found.is_contiguous() and tokens.is_contiguous()
     if num_rows:
         grid = (triton.cdiv(num_rows, WINNERS_BLOCK),)
-        _best_of_shards[grid](found, tokens, num_rows, N=num_ranks, ROWS=WINNERS_BLOCK, **overlap(found, "sample"))
+        _best_of_shards[grid](found, tokens, num_rows, N=num_ranks, ROWS=WINNERS_BLOCK, **overlap(found))

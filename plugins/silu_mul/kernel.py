@@ -39,6 +39,6 @@ def silu_mul(gate_up: torch.Tensor, num_rows: torch.Tensor | None = None) -> tor
     block = min(BLOCK, triton.next_power_of_2(inner))
     silu_mul_kernel[(rows, triton.cdiv(inner, block))](
         gate_up, gate_up.stride(0), num_rows, out, inner,
-        BLOCK=block, num_warps=max(1, block // 256), **overlap(gate_up, "silu_mul"),
+        BLOCK=block, num_warps=max(1, block // 256), **overlap(gate_up),
     )  # fmt: skip
     return out

@@ -117,7 +117,7 @@ class CudaPeers:
             "BLOCKS": kernel.MAX_BLOCKS,
             "RANKS": kernel.MAX_RANKS,
         }
-        self._common = {**self._meeting, "MEET": self.size > 1, **overlap(self._bases, "peers")}
+        self._common = {**self._meeting, "MEET": self.size > 1, **overlap(self._bases)}
 
     @property
     def arena_addresses(self) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Pushes:
             "NORM": weight is not None,
             "COLUMNS": columns,
             "num_warps": _warps(columns * partial.itemsize),
-            **overlap(partial, "pushes"),
+            **overlap(partial),
         }
         grid, start = (min(rows, self._num_blocks),), self._mailbox.slots
         if offsets is None:
@@ -94,7 +94,7 @@ class Pushes:
             SPREAD=offsets is not None,
             BLOCK=block,
             num_warps=_warps(block * x.itemsize),
-            **overlap(x, "pushes"),
+            **overlap(x),
         )
 
 
