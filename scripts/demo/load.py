@@ -55,7 +55,8 @@ class Ask:
     def body(self) -> dict[str, object]:
         """The request as JSON for `path`."""
         about: dict[str, object] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
-        about |= {"stream": True, "return_token_ids": True}
+        # top_p as in the check: else the server takes what the model's generation_config.json says.
+        about |= {"top_p": 1.0, "stream": True, "return_token_ids": True}
         if self.speaker is not None:
             return {"messages": [{"role": "user", "content": self.speaker}], **about}
         return {"prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt), **about}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import time
 from pathlib import Path
@@ -259,3 +260,11 @@ def test_requests_are_those_that_the_server_made(tmp_path: Path, monkeypatch: py
     chat, text, ids = demo._requests([Answer(ask=ask, began=0.0) for ask in asks])
     assert ids.prompt == (3, 4)
     assert 0 < len(text.prompt) < len(chat.prompt)
+
+
+def test_the_server_samples_as_the_check_does() -> None:
+    """What a request leaves open, the model's generation_config.json decides, which the check does not read."""
+    defaults = json.loads((Path(demo.__file__).parents[2] / "models/splash-tiny/generation_config.json").read_text())
+    decided = {name for name in defaults if name in SamplingParams.__struct_fields__}
+    assert decided and all(decided <= ask.body().keys() for ask in load.burst())
+    assert all(ask.body()["top_p"] == SamplingParams().top_p for ask in load.burst())
