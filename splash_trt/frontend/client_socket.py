@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 FRAMES_QUEUED = 16  # messages on their way to one client; what comes after them waits here, one piece for each request
 SLOW_CLIENT_S = 0.02
+GONE_AFTER_S = (0.0, 0.02, 1.0)  # waits before speaking to all clients, of which one is said to be gone
 LINGER_MS = 500
 SPARE_BYTES = 1 << 16  # of a message, beside the body
 
@@ -253,11 +254,16 @@ class ClientSocket:
         return Token(known.token, name(known.token), known.logprob, top)
 
     async def _watch(self) -> None:
-        """ZeroMQ does not say which client went away: all are spoken to, which fails for that one."""
+        """ZeroMQ does not say which client went away: all are spoken to, which fails for that one.
+
+        It tells a moment before it lets go of the client, and what is sent in that moment does not fail.
+        """
         while True:
             await recv_monitor_message(self._monitor)
-            for name in list(self._clients):
-                await self._welcome_client(name)
+            for wait_s in GONE_AFTER_S:
+                await asyncio.sleep(wait_s)
+                for name in list(self._clients):
+                    await self._welcome_client(name)
 
     async def _welcome_client(self, name: bytes) -> None:
         try:
