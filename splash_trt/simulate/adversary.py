@@ -1,6 +1,7 @@
 """A load made to be hard: it watches which layout serves, and turns into its opposite as soon as a switch is done.
 
-Few requests with long answers, or many with short ones: whatever the switch was for has just ended.
+Few requests with long answers, or many with short ones: whatever the switch was for has just ended. Where the layout
+rightly stays, it turns after a while all the same.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from splash_trt.simulate.traces import NOT_AFTER, Trace
 class Adversary:
     """A closed loop: `few` clients with long answers or `many` with short ones send the next request as one ends.
 
-    requests: how many in all. After a run, `trace` is what was sent, as a load that does not look at layouts: each
-    request follows the one whose end let it in, so that other layouts can be given the same work in the same order.
+    requests: how many in all. patience: how many each client sends before the load turns without a switch. After a
+    run, `trace` is what was sent, as a load that does not look at layouts: each request follows the one whose end let
+    it in, so that other layouts can be given the same work in the same order.
     """
 
     def __init__(
@@ -28,14 +30,16 @@ class Adversary:
         prompt_tokens: int = 256,
         long_output: int = 1500,
         short_output: int = 200,
+        patience: int = 16,
     ) -> None:
         rng = np.random.default_rng(seed)
         self._numbers = (
             f"requests={requests}, few={few}, many={many}, prompt_tokens={prompt_tokens}, long_output={long_output}, "
-            f"short_output={short_output}, seed={seed}"
+            f"short_output={short_output}, patience={patience}, seed={seed}"
         )
         self._requests = requests
         self._clients = {"few": few, "many": many}
+        self._patience = patience
         self._outputs = {
             "few": np.maximum(1, rng.poisson(long_output, requests)),
             "many": np.maximum(1, rng.poisson(short_output, requests)),
@@ -47,10 +51,12 @@ class Adversary:
         self._kind: list[str] = []  # of each request sent
         self._active = {"few": 0, "many": 0}
         self._mode = "many"  # a deployment that follows the load starts where few are served best
+        self._sent = 0  # since it turned
         self._layout: Layout | None = None
         self._ready: list[tuple[float, int]] = []
         self._last_end: tuple[int, float] | None = None
         self.flips = 0
+        """Turns that a switch brought about."""
         self._fill(0.0)
 
     @property
@@ -76,8 +82,8 @@ class Adversary:
 
     def watch(self, layout: Layout, now: float) -> None:
         if self._layout is not None and layout is not self._layout:
-            self._mode = "many" if self._mode == "few" else "few"
             self.flips += 1
+            self._turn()
             self._fill(now)
         self._layout = layout
 
@@ -97,12 +103,19 @@ class Adversary:
             ),
         )
 
+    def _turn(self) -> None:
+        self._mode = "many" if self._mode == "few" else "few"
+        self._sent = 0
+
     def _fill(self, now: float) -> None:
         """As many requests of the present kind as it has clients."""
+        if self._sent >= self._patience * self._clients[self._mode]:
+            self._turn()
         while self._active[self._mode] < self._clients[self._mode] and len(self._kind) < self._requests:
             number = len(self._kind)
             self._kind.append(self._mode)
             self._active[self._mode] += 1
+            self._sent += 1
             self.output_tokens[number] = self._outputs[self._mode][number]
             if self._last_end is None:
                 self._arrival_s[number] = now

@@ -204,3 +204,15 @@ def test_what_an_adversary_sent_can_be_sent_again() -> None:
     assert trace.num_requests == 7 and foe.flips == 1
     assert trace.after.tolist() == [-1, -1, -1, -1, -1, -1, 4]
     assert (trace.output_tokens[:4] < 50).all() and (trace.output_tokens[4:] > 300).all()
+
+
+def test_an_adversary_turns_without_a_switch_after_a_while() -> None:
+    foe = Adversary(0, requests=100, few=1, many=4, prompt_tokens=50, long_output=500, short_output=5, patience=2)
+    kinds: list[bool] = []  # of each request: is its answer long?
+    while (due := foe.due(0.0)) and len(kinds) < 40:
+        for _, number in due:
+            kinds.append(bool(foe.output_tokens[number] > 300))
+            foe.watch(Layout.TP, 0.0)
+            foe.ended([number], 0.0)
+    assert kinds[:8] == [False] * 8 and kinds[8:10] == [True] * 2 and not kinds[10]
+    assert foe.flips == 0
