@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -131,20 +130,13 @@ class Api:
     def build(self, builder: Any, network: Any, config: Any, progress: Progress | None = None) -> bytes:
         """The serialised engine. BuildFailure names the network, and the node where TensorRT named one.
 
-        What `progress` raises ends the build at TensorRT's next step and is raised here, and so is an interruption.
+        What `progress` raises ends the build at TensorRT's next step and is raised here. Not for the main thread: an
+        interruption that comes while TensorRT calls a function is printed by its bindings and forgotten.
         """
         self.log.errors.clear()
         monitor = _monitor(self.trt, progress or (lambda phase, done: None))
         config.progress_monitor = monitor
-        # On a thread of its own: signals raise in the main thread alone, and what is raised in a function that TensorRT
-        # calls, its bindings print and forget.
-        with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as thread:
-            built = thread.submit(builder.build_serialized_network, network, config)
-            try:
-                plan = built.result()
-            except BaseException as error:
-                monitor.error = error
-                raise
+        plan = builder.build_serialized_network(network, config)
         if monitor.error is not None:
             raise monitor.error
         if plan is None:

@@ -7,8 +7,10 @@ version. So equal segments of other layouts, ranks and models are built once, an
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -140,7 +142,27 @@ class Built:
 def build_plans(
     api: Api, model: ModelConfig, settings: PlanSettings, cache: PlanCache, progress: Progress | None = None
 ) -> Built:
-    """Build what `cache` does not hold yet. BuildFailure names the segment and the node."""
+    """Build what `cache` does not hold yet. BuildFailure names the segment and the node; an interruption ends the build
+    at TensorRT's next step. `progress` is called on another thread; what it raises ends the build too."""
+    stopped = threading.Event()
+
+    def report(phase: str, done: float) -> None:
+        if stopped.is_set():
+            raise InterruptedError("the build was stopped")
+        if progress is not None:
+            progress(phase, done)
+
+    # Signals raise in the main thread alone: it must not be in a function that TensorRT calls when one comes.
+    with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as thread:
+        built = thread.submit(_build_plans, api, model, settings, cache, report)
+        try:
+            return built.result()
+        except BaseException:
+            stopped.set()
+            raise
+
+
+def _build_plans(api: Api, model: ModelConfig, settings: PlanSettings, cache: PlanCache, progress: Progress) -> Built:
     builder = api.create_builder()
     waiting: dict[str, Graph] = {}
     uses = tuple(_uses(api, builder, model, settings, waiting))
@@ -150,8 +172,7 @@ def build_plans(
     for index, (key, graph) in enumerate(waiting.items()):
 
         def report(phase: str, done: float, index: int = index, kind: str = graph.segment) -> None:
-            if progress is not None:
-                progress(kind, (index + done) / len(waiting))
+            progress(kind, (index + done) / len(waiting))
 
         report("", 0.0)
         entry = cache.find(key)
@@ -166,8 +187,7 @@ def build_plans(
             entry = cache.add(key, data, time.monotonic() - begin)
         plans[key] = _plan(key, graph, entry)
         seconds[key] = entry.seconds
-    if progress is not None:
-        progress("", 1.0)
+    progress("", 1.0)
     found = PlanSet(
         builder=f"{api.name} {api.version}", settings=settings, form=settings.form_for(model), plans=plans, uses=uses
     )
