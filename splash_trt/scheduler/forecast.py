@@ -21,21 +21,23 @@ class _Ended:
     """Lengths of some requests that ended by themselves."""
 
     def __init__(self) -> None:
-        self._ended: deque[int] = deque(maxlen=KEPT)
+        self._latest = np.zeros(KEPT)
+        self._count = 0  # of all that ended
         self._sorted = np.zeros(0)
         self._tail = np.zeros(1)  # [i]: sum of the sorted lengths from i on
         self._stale = False
 
     def __len__(self) -> int:
-        return len(self._ended)
+        return min(self._count, KEPT)
 
     def add(self, num_tokens: int) -> None:
-        self._ended.append(num_tokens)
+        self._latest[self._count % KEPT] = num_tokens
+        self._count += 1
         self._stale = True
 
     def left(self, generated: np.ndarray, first_guess: float) -> np.ndarray:
         if self._stale:
-            self._sorted = np.sort(np.array(self._ended, np.float64))
+            self._sorted = np.sort(self._latest[: len(self)])
             self._tail = np.append(np.cumsum(self._sorted[::-1])[::-1], 0.0)
             self._stale = False
         first = np.searchsorted(self._sorted, generated, side="right")

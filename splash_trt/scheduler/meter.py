@@ -80,7 +80,7 @@ class Meter:
     def _kind(self, plan: Plan) -> tuple[int, int]:
         """Plans of one kind are alike."""
         if self._expected is not None:
-            return int(plan.layout), int(plan.absorbed.all())
+            return int(plan.layout), int(plan.only_decodes)
         return int(plan.layout), plan.num_tokens.bit_length()
 
     def slowdown(self) -> float | None:

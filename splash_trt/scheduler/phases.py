@@ -7,6 +7,7 @@ Requests that keep arriving are a part of every phase. R running requests, N ran
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Prompts:
     arriving_s: float = 0.0
     """Tokens per second, where they are yet to come; 0: they are there."""
 
-    @property
+    @cached_property
     def length(self) -> float:
         """Of a prompt, on average."""
         return 1 / sum(share / length for share, length in self.lengths)
@@ -72,6 +73,26 @@ class Phase:
     """The chance that there is anything to do at all."""
     ends: float = 0.0
     """The chance that all of the work ends in this phase."""
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """[R]: cache rows of each running request that takes part."""
+        return self.alive * self.context
+
+    @cached_property
+    def running(self) -> float:
+        """So many of them take part."""
+        return float(self.alive.sum())
+
+    @cached_property
+    def demand(self) -> float:
+        """Cache rows of all of them."""
+        return float(self.held.sum())
+
+    @cached_property
+    def longest(self) -> int:
+        """The most cache rows of one of them."""
+        return int(self.context.max(initial=0.0))
 
 
 class _Coming:
