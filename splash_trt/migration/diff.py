@@ -6,6 +6,7 @@ Pure functions over placements and residencies. N ranks; rows are tokens' cache 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,6 +32,11 @@ class Sizes:
     @property
     def page_bytes(self) -> int:
         return self.page_tokens * self.row_bytes
+
+    @cached_property
+    def head_bytes(self) -> np.ndarray:
+        """[N] float64: of each rank's own part of the head-cut tensors."""
+        return np.array(self.heads, np.float64) * sum(self.head_numbers) * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 return values
             ranks = min(max(int(shares), 1), most)
             out = np.zeros(len(values))
-            out[:ranks] = values.sum() / ranks
+            out[:ranks] = np.add.reduce(values) / ranks
             return out
 
-        decodes = float(self.decode_tokens.sum())
+        decodes = float(np.add.reduce(self.decode_tokens))
         return replace(
             self,
             decode_tokens=over(self.decode_tokens, decodes),

@@ -226,6 +226,8 @@ class Comparer:
         held, n = source.times[phase].held, self._config.num_ranks
         here, there = SPECS[source.layout].placement, SPECS[target.layout].placement
         if here is not there and PlacementKind.REPLICATED not in (here, there):
+            if 2 * held <= min(self._room[source.layout], self._room[target.layout]):
+                return True  # each page is there, and at most once more on its way
             held = float(transition.pages_meanwhile(source.layout, target.layout, np.full(n, held / n)).sum())
             return held <= min(self._room[source.layout], self._room[target.layout])
         return held <= self._room[target.layout]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -105,8 +104,8 @@ class Estimator:
                 last = prompts[len(found) - 1]
                 joined = some.joining(sum(x.seconds for x in found), tokens)
                 there = _share(places + last.waiting, last.waiting + joined / some.length)
-                found[-1] = self._computed(replace(last, tokens=last.tokens + joined), there, beside)
-                some = replace(some, tokens=some.tokens - joined)
+                found[-1] = self._computed(changed(last, tokens=last.tokens + joined), there, beside)
+                some = changed(some, tokens=some.tokens - joined)
             at_once = _share(beside.places, waiting) if some.arriving_s else _share(places, some.waiting)
             found.append(self._computed(some, at_once, beside))
             places, tokens = places - some.waiting, tokens + some.tokens

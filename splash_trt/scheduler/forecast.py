@@ -151,6 +151,7 @@ class Arrivals:
         # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
         span = max(min(now - (self._begin or 0), self.SECONDS), self.SECONDS / 3)
         sums = np.array([s.sums for s in self._seconds])  # [seconds, 3, SIZES]
+        sums = sums[:, :, sums[:, 0].any(axis=0)]  # sizes of which some came: a few
         count, second = sums[:, 0], np.array([[s.second] for s in self._seconds])
         fullest = np.sort(count, axis=0)[-1 - self.BURSTS] if len(count) > self.BURSTS else 0.0
         counted = np.minimum(count, np.maximum(fullest, 1.0)) / np.maximum(count, 1.0)

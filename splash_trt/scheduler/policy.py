@@ -142,9 +142,9 @@ class CostPolicy:
         if self._observed[decodes] % OBSERVE_EVERY[decodes]:
             return
         batch = Batch.of(plan, self._num_ranks)
-        if not plan.copies:
-            self._cost.observe(batch, result.seconds)
-        step_s = {each.layout: self._cost.step_s(each) for each in batch.under_each(self._room)}
+        here_s = self._cost.step_s(batch) if plan.copies else self._cost.observe(batch, result.seconds)
+        each_layout = batch.under_each(self._room)
+        step_s = {each.layout: here_s if each is batch else self._cost.step_s(each) for each in each_layout}
         self._past.add(plan.layout, step_s, OBSERVE_EVERY[decodes])
 
     @property

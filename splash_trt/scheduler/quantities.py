@@ -175,16 +175,16 @@ class Quantities:
         return np.array(x)[:, None]
 
     def _dp(self, column: Column, batch: Batch, sums: Sums) -> np.ndarray:
-        decode, x = batch.decode_tokens, self._everywhere(column)
+        decode = batch.decode_tokens
+        column[_ABSORBING] = column[_BUSY] = float(min(decode.tolist()) > 0)
+        x = self._everywhere(column)
         x[_ABSORBED] = x[_READ] = x[_HERE] = decode
-        x[_ABSORBING] = x[_BUSY] = _any(decode)
         if sums.rows:
             x[_ROWS] = self._own_rows(batch, sums)
         x[_INDEX_PAIRS] = x[_INDEX_ROWS] = batch.decode_context
         if sums.prefill:
             tokens = batch.prefill_tokens
             x[_HERE] = decode + tokens
-            x[_BUSY] = _any(x[_HERE])
             x[_INDEX_PAIRS] += batch.prefill_pairs
             x[_INDEX_ROWS] += batch.prefill_context
             # A rank has its own requests only, so the pairs are distributed as theirs, not as tokens; and however long
@@ -192,6 +192,8 @@ class Quantities:
             pairs = batch.prefill_pairs * (sums.pairs / np.add.reduce(batch.prefill_pairs))
             chosen = pairs if sums.dense else np.minimum(pairs, self._top_k * tokens)
             self._prefill(x, sums, sums.prefill * (tokens / sums.prefill), pairs, chosen, batch.prefill_context)
+        if not column[_BUSY]:  # not everywhere
+            x[_ABSORBING], x[_BUSY] = decode > 0, x[_HERE] > 0
         return x
 
     def _own_rows(self, batch: Batch, sums: Sums) -> np.ndarray:
@@ -204,9 +206,9 @@ class Quantities:
         ranks, decode = self._ranks, batch.decode_tokens
         column[_FETCHED] = sums.context * (ranks - 1) / ranks
         column[_FETCHES] = math.ceil(sums.context / self._block)
+        column[_ABSORBING] = column[_BUSY] = float(min(decode.tolist()) > 0)
         x = self._everywhere(column)
         x[_ABSORBED] = x[_HERE] = decode
-        x[_ABSORBING] = x[_BUSY] = _any(decode)
         if sums.decode:
             mean = sums.rows / sums.decode
             readers = min(ranks, math.ceil(mean / self._page))
@@ -222,12 +224,13 @@ class Quantities:
             share[0] = largest / sums.prefill
             tokens, pairs = sums.prefill * share, sums.pairs * share
             x[_HERE] = decode + tokens
-            x[_BUSY] = _any(x[_HERE])
             # Who has no query needs no keys.
             context = sums.context if largest < sums.prefill else sums.context * (share > 0)
             x[_INDEX_PAIRS] += pairs
             x[_INDEX_ROWS] += context
             self._prefill(x, sums, tokens, pairs, pairs if sums.dense else sums.chosen * share, context)
+        if not column[_BUSY]:  # not everywhere
+            x[_ABSORBING], x[_BUSY] = decode > 0, x[_HERE] > 0
         return x
 
     def _dop(self, column: Column, batch: Batch, sums: Sums) -> np.ndarray:
@@ -253,8 +256,3 @@ class Quantities:
             # Keys are read where they lie.
             x[_INDEX_ROWS] = batch.decode_context + sums.context + (batch.prefill_context - sums.context)
         return x
-
-
-def _any(amount: np.ndarray) -> float | np.ndarray:
-    """[N] 1 where there are any; 1.0 if there are everywhere."""
-    return amount > 0 if min(amount.tolist()) <= 0 else 1.0

@@ -25,7 +25,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def busiest(self) -> float:
         """What bounds the number of steps: a budget counts each way by itself."""
-        return float(max(np.maximum.reduce(self.sent), np.maximum.reduce(self.received)))
+        return float(np.maximum.reduce(np.maximum(self.sent, self.received)))
 
     @property
     def both_ways(self) -> float:
@@ -52,7 +52,7 @@ def row_traffic(source: PlacementKind, target: PlacementKind, rows: np.ndarray, 
 
 def weight_traffic(source: Residency, target: Residency, sizes: Sizes) -> Traffic:
     """Head-cut tensors of the other ranks come in."""
-    own = np.array(sizes.heads, np.float64) * sum(sizes.head_numbers) * sizes.itemsize
+    own = sizes.head_bytes
     if source is target or target is Residency.SHARD:
         return Traffic(sent=np.zeros(len(own)), received=np.zeros(len(own)))
     return Traffic(sent=own * (len(own) - 1), received=own.sum() - own)
