@@ -75,10 +75,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @classmethod
     def of(cls, plan: Plan, num_ranks: int, *, moved_bytes: int = 0) -> Batch:
         """What a plan asks for."""
-        count, home, start = plan.count, plan.home, plan.start.astype(np.int64)
-        end = start + count
+        count, home = plan.count, plan.home
+        end = plan.start + count
         # Token i of a row at `start` meets start + i + 1 rows: summed over the row, count * (start + end + 1) / 2.
-        pairs = end if plan.num_tokens == plan.num_rows else count * (start + end + 1) / 2
+        pairs = end if plan.num_tokens == plan.num_rows else count * (plan.start.astype(np.int64) + end + 1) / 2
         prefill: list[np.ndarray] = [np.zeros(num_ranks)] * 3
         prefill_rows = 0
         if not plan.only_decodes:

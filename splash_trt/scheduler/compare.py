@@ -146,6 +146,7 @@ class Comparer:
         self._room = room
         self._objective = objective
         self._pages = {layout: np.array(sizes.pages[SPECS[layout].residency]) for layout in Layout}
+        self._least_pages = {layout: int(pages.min()) for layout, pages in self._pages.items()}
 
     def compare(self, load: Load, step_s: float, past: Past | None = None) -> Comparison:
         """step_s: what a step takes now; past: the work of late, which is taken to come again after the work at hand:
@@ -211,6 +212,9 @@ class Comparer:
         if load.held_tokens > self._room[target]:
             return False
         source = load.layout
+        most = load.held_tokens // self._sizes.page_tokens + load.running  # pages of all of them, wherever they lie
+        if most + load.running // RESERVE_SHARE <= min(self._least_pages[source], self._least_pages[target]):
+            return True
         if transition.needs_way_station(source, target, load.used_pages, self._sizes):
             return True
         pages = np.bincount(homes, -(-load.held // self._sizes.page_tokens), load.num_ranks)

@@ -71,9 +71,9 @@ class Lengths:
         out = self._all.left(generated, self._first_guess)
         if prompt is not None and len(self._like) > 1:
             sizes = np.log2(np.maximum(prompt, 1)).astype(np.int64) // 2
-            for size, ended in self._like.items():
-                alike = sizes == size
-                if len(ended) >= ENOUGH and alike.any():
+            for size in set(sizes.tolist()) & self._like.keys():
+                if len(ended := self._like[size]) >= ENOUGH:
+                    alike = sizes == size
                     out[alike] = ended.left(generated[alike], self._first_guess)
         return out
 
