@@ -249,16 +249,17 @@ class Comparer:
             compacted = transition.compacted_pages(source, target, load.used_pages, sizes)
             if Layout.DOP in self._room and transition.needs_way_station(source, target, load.used_pages, sizes):
                 route = (Layout.DOP, target)
-        if source is target and not moved.busiest:
+        busiest, both_ways = moved.busiest, moved.both_ways
+        if source is target and not busiest:
             return Switch(route=route, bytes=0.0, steps=0, seconds=0.0, cost_s=0.0)
         making_room = _steps_for(compacted * sizes.page_bytes, load, step_s)
-        moving = _steps_for(moved.busiest, load, step_s)
+        moving = _steps_for(busiest, load, step_s)
         steps = making_room + moving + transition.FEW_STEPS * max(len(route), 1)
         # While room is being made those who wait are not let in: the share of the batch that they would have been.
         held = making_room * step_s * min(1.0, load.waiting / max(load.running, 1))
         inside = 2.0 * compacted * sizes.page_bytes
-        cost = self._estimator.moved_s(moved.both_ways + inside) + held + COMMIT_STEPS * step_s
-        return Switch(route=route, bytes=moved.both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
+        cost = self._estimator.moved_s(both_ways + inside) + held + COMMIT_STEPS * step_s
+        return Switch(route=route, bytes=both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
 
     def _later(self, load: Load, source: Candidate, targets: list[Candidate], step_s: float) -> list[Later]:
         """Going from one to each of the others after a phase, about."""

@@ -152,7 +152,7 @@ class SimulatedEngine:
                 self.changes.append((due - seconds, int(plan.layout)))
             count = len(numbers)
             token = self._fillers[:count]
-            if final.any():
+            if np.count_nonzero(final):
                 self._source.ended(numbers[final].tolist(), due)
                 token = np.where(final, END_OF_TEXT, FILLER)
             return StepResult(
