@@ -54,43 +54,38 @@ class Estimator:
 
     def time(self, phase: Phase, layout: Layout, homes: np.ndarray) -> Time:
         """What `phase` takes with the running requests at homes [R]."""
-        alive, held, running, demand = phase.alive, phase.held, phase.running, phase.demand
+        running, demand = phase.running, phase.demand
         room = FULL * self._room[layout]
         joining, places = 0.0, math.inf  # places: so many more have room now
         prompts = phase.prompts
         if demand > room:  # some have to give their cache up, and are computed again later
             again = Prompts(tokens=demand - room, lengths=((1.0, max(demand / running, 1.0)),))
             prompts = (*prompts, again)
-            alive = alive * (room / demand)
-            held = alive * phase.context
-            running = float(alive.sum())
+            phase = changed(phase, alive=phase.alive * (room / demand))
+            running = phase.running
         elif phase.joining:
             places = min((room - demand) / max(phase.joining_context, 1.0), self._config.max_running - running)
             places = max(places, 0.0 if running else 1.0)
             joining = min(phase.joining, places)
         concurrency = running + joining
-        longest = phase.longest
-        tokens, context = np.bincount(homes, alive, self._ranks), np.bincount(homes, held, self._ranks)
+        tokens, context = (np.bincount(homes, values, self._ranks) for values in (phase.alive, phase.held))
         decode_s = 0.0
         if concurrency:
             more = self._dealt(layout, tokens, joining)
-            decodes = self._decodes(layout, tokens + more, context + more * phase.joining_context, longest)
+            decodes = self._decodes(layout, tokens + more, context + more * phase.joining_context, phase.longest)
             decode_s = self.cost.step_s(decodes)
         steps = phase.tokens / concurrency if concurrency else 0.0
-        seconds, mixed, longest_s = 0.0, 0.0, 0.0
-        if prompts:
-            # Those that wait for their prompts to be computed do not decode yet.
-            alone = self._decodes(layout, tokens, context, longest)
-            beside = _Beside(alone, computes_alone(layout), concurrency, phase.answer, places, decode_s)
-            for part in self._in_turn(prompts, phase.joining, beside):
-                seconds += part.seconds
-                mixed += part.steps
-                longest_s = max(longest_s, part.longest_s)
+        # Those that wait for their prompts to be computed do not decode yet.
+        running_now = self._decodes(layout, tokens, context, phase.longest)
+        beside = _Beside(running_now, computes_alone(layout), concurrency, phase.answer, places, decode_s)
+        found = self._in_turn(prompts, phase.joining, beside)
+        mixed = sum([part.steps for part in found])
         total = max(steps, mixed, 1e-9)
+        seconds = sum([part.seconds for part in found]) + max(steps - mixed, 0.0) * decode_s
         return Time(
-            seconds=(seconds + max(steps - mixed, 0.0) * decode_s) * phase.presence,
+            seconds=seconds * phase.presence,
             steps=total * phase.presence,
-            p99_step_s=longest_s if mixed / total > RARE else decode_s,
+            p99_step_s=max(part.longest_s for part in found) if mixed / total > RARE else decode_s,
             concurrency=concurrency,
             held=min(demand, room) + joining * phase.joining_context,
         )
