@@ -61,6 +61,8 @@ def load_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder; give the folder that holds the model's config.json")
     path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: holds no config.json; give the model's whole Hugging Face folder")
     model = parse_config(read_json_object(path, max_bytes=MAX_CONFIG_BYTES), where=str(path))
     generation = folder / "generation_config.json"
     if not generation.exists():

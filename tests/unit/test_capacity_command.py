@@ -261,6 +261,25 @@ def test_it_is_one_of_the_commands() -> None:
     assert commands.get_command(click.Context(commands), "capacity") is capacity_command
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    result = run("--model", str(tmp_path / "none"), "--ranks", "2", "--memory", "1G")
-    assert result.exit_code != 0 and "none: cannot be read" in result.output
+@pytest.mark.parametrize("command", ["capacity", "simulate"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "none is neither a file nor a folder; "),
+        ("empty", "empty holds no config.json; "),
+        ("text.md", "text.md: is not JSON: "),
+        ("tokenizer.json", "tokenizer.json: has no model_type, "),
+        ("x" * 5000, "x is neither a file nor a folder; "),
+    ],
+)
+def test_what_is_no_configuration_is_told_where_to_find_one(
+    tmp_path: Path, command: str, name: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.md").write_text("# A model")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    more = {"capacity": ["--memory", "1G"], "simulate": ["--device", "h100", "--trace", "prompts:requests=2"]}
+    arguments = [command, "--model", str(tmp_path / name), "--ranks", "2", *more[command]]
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code != 0 and "--model: " in result.output and said in result.output
+    assert "give a model's config.json, or a folder that holds one" in result.output
