@@ -10,9 +10,13 @@ import click
 
 from splash_trt import __version__, environment
 from splash_trt.commands.lazy import Entry, LazyGroup
+from splash_trt.wording import shortened
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+MAX_MESSAGE = 800
+"""Characters of an error, which may quote what a user gave."""
+_MAX_END = 300
 OTHERS_WAIT_S = 20.0  # for rank 0 to say what is wrong, upon whose end mpirun ends the others
 
 # Each help is the first sentence of the command's own.
@@ -78,5 +82,6 @@ def _refuse(message: str) -> NoReturn:
     if rank != 0:
         time.sleep(OTHERS_WAIT_S)  # rank 0 knows the same, and once is enough
     place = f"rank {rank}: " if rank != 0 else ""
-    sys.stderr.write(f"splash-trt: {place}{' '.join(message.split())}\n")
+    text = shortened(" ".join(message.split()), most=MAX_MESSAGE, end=_MAX_END)
+    sys.stderr.write(f"splash-trt: {place}{text}\n")
     sys.exit(EXIT_USAGE)

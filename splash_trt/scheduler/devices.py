@@ -173,7 +173,7 @@ def load_device(name_or_path: str | Path) -> Device:
     if text.lower() in BUILT_IN:
         return BUILT_IN[text.lower()]
     path = Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path's own raises for a name that no file can have
         names = ", ".join(sorted(BUILT_IN))
         raise ValueError(
             f"device: {text!r} is neither one of {names} nor a file; splash-trt calibrate writes such a file"

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from splash_trt.cli import COMMANDS, commands
+from splash_trt.cli import COMMANDS, commands, main
 
 LOOK = """
 import json, sys, tempfile
@@ -85,3 +85,30 @@ def test_help_lists_all_but_the_hidden() -> None:
 def test_an_unknown_command_is_refused() -> None:
     result = CliRunner().invoke(commands, ["sevre"])
     assert result.exit_code == 2 and "No such command 'sevre'" in result.output
+
+
+LONG = "x" * 100_000
+PLANNED = ["--model", str(MODEL), "--ranks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begin", "end"),
+    [
+        (["capacity", *PLANNED, "--device", LONG], "--device: 'xx", "nor a file; splash-trt calibrate writes"),
+        (["capacity", *PLANNED, "--memory", LONG], "Invalid value for '--memory': 'xx", "such as 4G"),
+        (["simulate", *PLANNED, "--device", "h100", "--trace", LONG], "--trace: 'xx", "nor one of rollouts, agents"),
+        (["inspect", LONG], "xx", "x: is not a folder; give the folder that splash-trt build wrote"),
+        (["serve", "--engine", LONG], "xx", "x: is not a folder; give the folder that splash-trt build wrote"),
+        ([LONG], "No such command 'xx", "x'."),
+    ],
+    ids=["device", "memory", "trace", "inspect", "serve", "command"],
+)
+def test_a_long_value_is_quoted_in_short(
+    arguments: list[str], begin: str, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["splash-trt", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said) < 900
+    assert said.startswith(f"splash-trt: {begin}") and end in said and "x … x" in said
