@@ -22,7 +22,7 @@ from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
-    FiniteRange,
+    Number,
     Size,
     format_of,
     formats_of,
@@ -71,7 +71,7 @@ class Labels(click.ParamType):
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
-@click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
+@click.option("--memory-share", type=Number(0, 1, above=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
 @click.option("--max-running", type=int, default=1024, show_default=True, help="Most requests that hold cache.")
@@ -84,7 +84,7 @@ class Labels(click.ParamType):
 @click.option("--migration-bytes", type=Size(), help="What a rank may at first send or receive for a switch in a step "
               "of 10 ms; default: 3.5 % of the device's link, as in `serve`.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
-@click.option("--rate-scale", type=FiniteRange(0, 1e6, min_open=True), default=1.0, show_default=True,
+@click.option("--rate-scale", type=Number(0, 1e6, above=True), default=1.0, show_default=True,
               help="Let requests arrive so many times as fast.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of made loads.")
 @click.option("--plots", "plots_folder", type=click.Path(path_type=Path), metavar="DIR", help="Draw pictures there.")

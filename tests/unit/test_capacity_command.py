@@ -242,7 +242,7 @@ def test_a_quantised_checkpoint_is_read_and_said(written: dict[str, str], tmp_pa
         (("--device", "cpu"), "--device: cpu does not say how much memory it has"),
         (("--memory", "1Q"), "no size"),
         (("--device", "h200", "--memory-share", "0"), "--memory-share"),
-        (("--device", "h200", "--memory-share", "nan"), "'nan' is not a finite number"),
+        (("--device", "h200", "--memory-share", "nan"), "'nan' is not a number greater than 0 to 1"),
         (("--device", "h200", "--lengths", "5"), "'5' is not two whole numbers"),
         (("--device", "h200", "--lengths", "5,0"), "one token at least"),
         (("--device", "h200", "--lengths", "202000,1000"), "--lengths: 202000 + 1000 tokens are more than"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,26 @@ def test_help_lists_all_but_the_hidden() -> None:
 def test_an_unknown_command_is_refused() -> None:
     result = CliRunner().invoke(commands, ["sevre"])
     assert result.exit_code == 2 and "No such command 'sevre'" in result.output
+
+
+def number_options() -> list[tuple[str, str]]:
+    """(command, option) of all that take a number which need not be whole."""
+    found = []
+    for name, entry in COMMANDS.items():
+        for parameter in entry.load().params:
+            if isinstance(parameter.type, click.types.FloatParamType):
+                found.append((name, parameter.opts[0]))
+    return found
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0", "1e300"])
+@pytest.mark.parametrize(("command", "option"), number_options())
+def test_numbers_are_held_against_their_range(command: str, option: str, value: str) -> None:
+    """Before anything else that is missing or wrong."""
+    result = CliRunner().invoke(commands, [command, f"{option}={value}"], standalone_mode=False)
+    assert isinstance(result.exception, click.ClickException)
+    said = result.exception.format_message()
+    assert option in said and re.search(r"(to|at most) \d+$", said), said
 
 
 LONG = "x" * 100_000
