@@ -104,6 +104,7 @@ LOCAL_IMPORTS = {
     ("", "tensorrt_llm"): "an extra: probed when it is asked for",
     ("", "matplotlib"): "an extra: only plots need it",
     ("splash_trt.runtime.make_runner", "splash_trt.runtime.gpu_runner"): "it loads kernels, which need Triton",
+    ("splash_trt.cli", "splash_trt.commands.group"): "Ctrl-C while it is imported is answered as at any later time",
     ("splash_trt.commands", ""): "a command's help and completion need not wait for what runs it, such as torch",
     ("splash_trt.top.command", "splash_trt.top.screen"): "it loads rich, which other commands need not wait for",
     ("splash_trt.frontend", "splash_trt.observe.otel"): "an extra: OpenTelemetry is for who asks for it",

@@ -60,7 +60,7 @@ def formats_of(*, weights: str | None, attention: str | None, cache: str | None)
 
 
 def or_fail(act: Callable[[], Any]) -> Any:
-    """act(), or its error as one that `cli.main` says in one line, with an option by the name that the user gave it."""
+    """act(), or its error as one that is said in one line, with an option by the name that the user gave it."""
     try:
         return act()
     except (ValueError, OSError) as error:

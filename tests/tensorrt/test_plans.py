@@ -26,7 +26,7 @@ from splash_engines.tensorrt.segments import Lowering
 from splash_engines.tensorrt.sizes import sizes_of
 from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of
 from splash_engines.trt_api import BuildFailure
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from splash_trt.capacity.command import capacity_command
 from splash_trt.capacity.report import Lengths, largest_batch
 from splash_trt.capacity.table import format_count
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 from splash_trt.config import EngineConfig, Formats, Layout
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map

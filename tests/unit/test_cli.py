@@ -12,12 +12,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from splash_trt.cli import COMMANDS, commands, main
+from splash_trt.cli import EXIT_INTERRUPTED, main
+from splash_trt.commands.group import COMMANDS, commands
 
 LOOK = """
 import json, sys, tempfile
 from click.shell_completion import BashComplete
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 
 def invoke(*arguments):
     try:
@@ -133,3 +134,26 @@ def test_a_long_value_is_quoted_in_short(
     said = capsys.readouterr().err
     assert ended.value.code == 2 and len(said) < 900
     assert said.startswith(f"splash-trt: {begin}") and end in said and "x … x" in said
+
+
+INTERRUPTED = """
+import signal, sys
+from splash_trt.cli import main
+
+class Interrupts:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "%s":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts)
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "splash_trt.simulate.command", "splash_trt.simulate.generators"])
+def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
+    program = [sys.executable, "-c", INTERRUPTED % module, "simulate", "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_INTERRUPTED
+    assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"
