@@ -220,14 +220,14 @@ class CostPolicy:
         return {
             "objective": objective,
             "layout": load.layout.name.lower(),
-            "seconds_ago": round(now - load.now, 3),
+            "seconds_ago": now - load.now,
             "load": {
                 "running": load.running,
                 "waiting": load.waiting,
                 "held_tokens": int(load.held.sum()),
                 "prompt_tokens_to_compute": load.prompt_tokens,
-                "expected_output_tokens_left": round(float(load.left.sum()), 1),
-                "arrivals_per_s": round(load.arriving.per_s, 3),
+                "expected_output_tokens_left": float(load.left.sum()),
+                "arrivals_per_s": load.arriving.per_s,
                 "step_s": self._step_s,
             },
             "doubt": self._doubt.factor,
@@ -280,7 +280,7 @@ def _explained(candidate: Candidate, room: dict[Layout, int]) -> dict[str, objec
         ],
         "switch": {
             "route": [layout.name.lower() for layout in switch.route],
-            "bytes": switch.bytes,
+            "bytes": round(switch.bytes),
             "steps": switch.steps,
             "seconds": switch.seconds,
             "cost_s": switch.cost_s,
