@@ -32,7 +32,7 @@ from splash_trt.migration.pieces import Places
 from splash_trt.models.config import ModelConfig
 from splash_trt.observe.log import event
 from splash_trt.runtime.device_clock import CudaClock
-from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.device_runner import DeviceRunner, Parts
 from splash_trt.runtime.mailbox import half_bytes
 from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.peers_cuda import connect, reachable
@@ -64,13 +64,7 @@ def gpu_runner(
         peers, mover = mapped, PeerMover(world.rank, places, carrier, mapped.begin)
     exact = config.dtype == "float64"
     decode_sizes = ladder(1, _most_graphed(config), 4)
-    runner = DeviceRunner(
-        model,
-        config,
-        world.collectives,
-        world.watch,
-        source,
-        tokenizer,
+    parts = Parts(
         arena=Arena(maps[world.rank], memory.bytes),
         kernels=REFERENCE if exact else _kernels(world, model, config, decode_sizes),
         sample=sample_reference if exact else sample_kernel,
@@ -80,6 +74,7 @@ def gpu_runner(
         capture=near and not exact,
         mover=mover,
     )
+    runner = DeviceRunner(world, model, config, source, tokenizer, parts)
     runner.warm_up()
     torch.cuda.synchronize()
     return runner
