@@ -54,6 +54,8 @@ def inspect_command(engine: Path | None, verify: bool, ops: bool, tokens: int) -
     elif engine is None:
         raise click.UsageError("Missing argument 'ENGINE'.")
     elif has_plans(engine) and not (engine / MANIFEST).exists():
+        if verify:
+            raise click.UsageError(f"--verify reads an engine's numbers, and {engine} holds plans alone")
         click.echo(f"plans                 {describe_plans(engine)}\n(plans alone: no weights, nothing to serve)")
     else:
         click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))

@@ -125,6 +125,8 @@ def test_again_from_the_cache(built: tuple[Path, Path, str], tmp_path: Path) -> 
     assert done.exit_code == 0 and "the others built in 0.0 s" in done.output
     seen = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again")])
     assert "by tensorrt_rtx 1.7.1.116 for sm_89, sm_120" in seen.output and "plans alone" in seen.output, seen.output
+    refused = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again"), "--verify"])
+    assert refused.exit_code != 0 and "holds plans alone" in refused.output
     index = Path("plans") / "plans.json"
     assert (tmp_path / "again" / index).read_bytes() == (folder / index).read_bytes()
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["plans"]
