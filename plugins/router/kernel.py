@@ -19,7 +19,7 @@ from splash_trt.models.config import Experts, GroupScore, Scoring
 
 @triton.jit
 def _key(value):
-    """An int32 that orders as the float32 values do, NaN first; a warp finds the largest of integers in one instruction.
+    """An int32 that orders as the float32 values do, NaN first: a warp finds the largest of integers at once.
 
     -0 would come behind 0, but no score and a bias or two add up to it.
     """
