@@ -1,5 +1,6 @@
 """Checks and times the routed experts, the activation and the embedding: `python -m perf.kernels_experts`.
-With `--hopper` the routed experts' kernel for Hopper alone (experts_hopper.py).
+With `--hopper` the routed experts' kernel for Hopper alone (experts_hopper.py), with `--cuts` both ways of cutting
+experts over two ranks side by side (experts_cuts.py).
 
 T tokens, k choices a token, E experts of which E_r are here, D hidden, I intermediate. Every kernel is first compared
 with its plain torch reference on fresh random numbers, into outputs full of NaN; so is every tile that is timed. A
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from perf import experts_hopper
+from perf import experts_cuts, experts_hopper
 from perf.expert_cases import GLM, GPU, SLICE, TINY, Case, Checks, Shape, time_us, weights
 from splash_plugins import overlap_kernel
 from splash_plugins.embed import reference as embed_reference
@@ -260,6 +261,8 @@ def compile_in_child(job: Job) -> None:
 def main() -> int:
     if "--hopper" in sys.argv[1:]:
         return experts_hopper.main()
+    if "--cuts" in sys.argv[1:]:
+        return experts_cuts.main()
     start = time.perf_counter()
     torch.cuda.init()
     with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -71,7 +71,7 @@ class DeviceRunner:
         rank, dtype = collectives.rank, DTYPES[config.dtype]
         self._peers = peers
         self._clock = clock
-        self.weights = WeightStore(arena, model, rank, collectives.size, config.dtype)
+        self.weights = WeightStore(arena, model, rank, collectives.size, config.dtype, config.experts_cut)
         self.weights.load_own(source)
         if SPECS[config.layout].residency is Residency.FULL:
             self.weights.load_others(source)
