@@ -259,7 +259,7 @@ def route(
     weight: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> None:
-    """As plugins/router/reference.py; x's rows and all else are contiguous. tiles: instead of the measured ones."""
+    """As plugins/router/reference.py; x's rows and all else are contiguous. tiles: other ones than tiles.py chooses."""
     num_rows, width = x.shape
     if num_rows == 0:
         return

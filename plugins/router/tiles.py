@@ -56,7 +56,7 @@ class Form:
 
 MANY = 1 << 60
 # Few rows: many programs, each of which loads its part of the router before the rows are there. More rows: tiles that
-# read the router less often (it is read once by every block of rows, by way of the L2).
+# read the router less often (every block of rows reads it, from the L2). What they are worth: perf/kernels_router.py.
 NARROW = (
     Form(32, Tiles(rows=16, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=256),
     Form(128, Tiles(rows=16, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128),

@@ -83,7 +83,7 @@ def _sort(target: Target) -> list[Kernel]:
 
 
 def _router(target: Target) -> list[Kernel]:
-    """All forms of the measured table, 64 experts and 256 in groups, and two ways to choose."""
+    """All forms of the tables, 64 experts and 256 in groups, and two ways to choose."""
     rules = {"TOP_K": TOP_K, "TOP_GROUPS": 1, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 4}
     few = {**rules, "SLICES": 8, "VECTOR": 2, "ROWS": 1, "GROUPS": 1, "SIZE": 64}
     grouped = {**rules, "TOP_K": 8, "CHOICES": 8, "TOP_GROUPS": 4}
