@@ -44,6 +44,7 @@ def bench_config(
     page_tokens: int = PAGE_TOKENS,
     run_on: str = "cpu",
     simulate_routing: str = "",
+    experts_cut: str = "whole",
 ) -> EngineConfig:
     """With room for cache_tokens in every layout: the arena is as large as the fullest rank's needs."""
     config = EngineConfig(
@@ -52,6 +53,7 @@ def bench_config(
         layout=Layout.DP,
         layouts=tuple(Layout),
         simulate_routing=simulate_routing,
+        experts_cut=experts_cut,
         dtype=dtype,
         page_tokens=page_tokens,
         max_running=max_running,

@@ -33,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A folder of perf/configs, or the path of another."""
     simulate_routing: str
     """EngineConfig's."""
+    experts_cut: str
+    """EngineConfig's."""
     check_dtype: str
     layouts: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -62,7 +64,7 @@ def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
     layouts = [Layout.parse(name) for name in settings.layouts]
-    tokens = check(world, layouts, settings.check_dtype, settings.run_on)
+    tokens = check(world, layouts, settings.check_dtype, settings.run_on, settings.experts_cut)
     decode: list[Row] = []
     prefill: list[Row] = []
     for dtype in settings.dtypes:
@@ -78,6 +80,7 @@ def measure(world: World, settings: Settings) -> Findings:
             max_batch_tokens=settings.max_batch_tokens,
             run_on=settings.run_on,
             simulate_routing=settings.simulate_routing,
+            experts_cut=settings.experts_cut,
         )
         bench = Bench(world, folder, config)
         if world.rank:
@@ -94,7 +97,9 @@ def measure(world: World, settings: Settings) -> Findings:
     return Findings(decode=decode, prefill=prefill, tokens=tokens)
 
 
-def check(world: World, layouts: list[Layout], dtype: str, run_on: str) -> dict[str, list[list[int]]]:
+def check(
+    world: World, layouts: list[Layout], dtype: str, run_on: str, experts_cut: str = "whole"
+) -> dict[str, list[list[int]]]:
     """Greedy continuations of a tiny model, per layout; on rank 0."""
     model = load_config(CONFIGS / "tiny")
     config = bench_config(
@@ -105,6 +110,7 @@ def check(world: World, layouts: list[Layout], dtype: str, run_on: str) -> dict[
         max_batch_tokens=96,
         page_tokens=16,
         run_on=run_on,
+        experts_cut=experts_cut,
     )
     bench = Bench(world, CONFIGS / "tiny", config)
     if world.rank:

@@ -78,7 +78,7 @@ class DeviceRunner:
         rank, size, arena = world.rank, world.size, parts.arena
         self._peers = parts.peers
         self._clock = parts.clock
-        self.weights = WeightStore(arena, model, rank, size, config.dtype)
+        self.weights = WeightStore(arena, model, rank, size, config.dtype, config.experts_cut)
         self.weights.load_own(source)
         if SPECS[config.layout].residency is Residency.FULL:
             self.weights.load_others(source)

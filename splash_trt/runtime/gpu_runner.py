@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,8 @@ def gpu_runner(
         half = half_bytes(model, config.itemsize, _most_stacked(config), _most_absorbed(config))
         offsets = [sizes.pages_offset for sizes in maps]
         mapped, mailbox = connect(MPI.COMM_WORLD, world.device, half, memory, offsets, config.step_deadline_s)
-        places = Places(model, config.dtype, config.page_tokens, maps, mapped.arena_addresses)
+        kinds = (config.dtype, config.experts_cut, config.page_tokens)
+        places = Places(model, *kinds, maps, mapped.arena_addresses)
         carrier = CudaCarrier(world.device, places.unit, piece_copy)
         peers, mover = mapped, PeerMover(world.rank, places, carrier, mapped.begin)
     exact = config.dtype == "float64"
@@ -82,12 +84,15 @@ def gpu_runner(
 
 def _kernels(world: World, model: ModelConfig, config: EngineConfig, decode_sizes: Sequence[int]) -> Kernels:
     """The same on all ranks, so that what they compute alike has the same bits; said in rank 0's log."""
+    own = CUDA
+    if config.experts_cut == "inside":
+        own = dataclasses.replace(CUDA, grouped_experts=functools.partial(CUDA.grouped_experts, all_here=True))
     if config.operators == "own":
-        return CUDA
-    operations = program_operations(this_machine(), CUDA, model.experts)
+        return own
+    operations = program_operations(this_machine(), own, model.experts)
     registry = Registry(operations, world.device, gather=MPI.COMM_WORLD.allgather)
     rows = sorted({size * ranks for size in decode_sizes for ranks in (1, world.size)})
-    kernels, told = choose_kernels(CUDA, registry, program_sizes(model), DTYPES[config.dtype], rows)
+    kernels, told = choose_kernels(own, registry, program_sizes(model), DTYPES[config.dtype], rows)
     if world.rank == 0:
         for used in told:
             event(log, logging.INFO, "operator", **dataclasses.asdict(used))

@@ -92,7 +92,7 @@ class Rank:
         self.model, self.layout, self.networks = model, layout, networks
         self.dtype = DTYPES[dtype]
         arena = Arena(memory_map(model, config, rank))
-        weights = WeightStore(arena, model, rank, size, dtype)
+        weights = WeightStore(arena, model, rank, size, dtype, config.experts_cut)
         weights.load_own(AnyWeights(model, 3))
         self.heads = len(weights.own["layers.0.q_b"])
         if SPECS[layout].residency is Residency.FULL and size > 1:
