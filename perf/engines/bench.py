@@ -49,6 +49,7 @@ def bench_config(
     config = EngineConfig(
         num_ranks=num_ranks,
         run_on=run_on,
+        capture_ahead=False,  # cells are few, and run once before they are timed
         layout=Layout.DP,
         layouts=tuple(Layout),
         simulate_routing=simulate_routing,
@@ -153,9 +154,7 @@ class Bench:
         ).request_tokens
         scheduler = Scheduler(
             config,
-            sizes=dataclasses.replace(
-                model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)
-            ),
+            sizes=dataclasses.replace(model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)),
             request_tokens=room,
             vocab_size=self.model.vocab_size,
             max_context=self.model.max_positions,

@@ -80,7 +80,8 @@ def gpu_runner(
         capture=near and not exact,
         mover=mover,
     )
-    runner.warm_up()
+    if config.capture_ahead:
+        runner.warm_up()
     torch.cuda.synchronize()
     return runner
 
