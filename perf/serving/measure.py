@@ -1,7 +1,7 @@
 """Tokens per second, first tokens and time per token of `splash-trt serve`: `python -m perf.serving.measure --help`.
 
 One server with random weights and uniform random routing; every case under every layout in turn, pinned, then under
-auto. Writes perf/results/serving/<name>.{json,md,png}.
+auto. cache_tokens is the room of a layout, over all ranks. Writes perf/results/serving/<name>.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def run_cases(
     server: Server, cases: Sequence[Case], warmup: Case, vocab_size: int, layout: str, processes: int
 ) -> list[harness.Row]:
     server.go_to(layout)
+    room: harness.Row = {"cache_tokens": server.cache_tokens(layout)}
     rows = []
     for number, case in enumerate([warmup, *cases]):
         found = load.figures(
@@ -62,7 +63,7 @@ def run_cases(
             )
         )
         server.wait_until_idle()
-        rows.append({"layout": layout, **_sizes(case), **found})
+        rows.append({"layout": layout, **_sizes(case), **found, **room})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -85,11 +86,12 @@ def main(arguments: Sequence[str]) -> int:
     model = deployment.model_of(options)
     floor = deployment.floor_of(options, model)
     measured: list[harness.Row] = []
-    with Server(deployment.flags(options)) as server:
+    with deployment.server(options) as server:
+        before = server.settled_output_tokens() if options.at else 0
         for layout in options.layouts:
             measured += run_cases(server, options.cases, options.warmup, model.vocab_size, layout, options.processes)
         asked = sum(int(row["requests"] or 0) * int(row["output"] or 0) for row in measured)
-        counted = server.output_tokens(at_least=asked)
+        counted = server.output_tokens(at_least=before + asked) - before
     what = "streams have the tokens that were asked for"
     rows = []
     for layout in options.layouts:

@@ -2,7 +2,8 @@
 
 All prompts are sent at once, and all answers must end. Lengths are log-normal; clients ask for the longest one's and
 leave when theirs has come, so that the server does not know them. Layouts are pinned in turn, then auto follows the
-load. With --step-times the ceiling stands beside it. Writes perf/results/serving/<name>.{json,md,png}.
+load. With --step-times the ceiling stands beside it; add_ceiling.py adds it later. Writes
+perf/results/serving/<name>.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -41,10 +42,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def lengths(options: argparse.Namespace) -> list[int]:
+def lengths(*, prompts: int, median: int, sigma: float, most: int) -> list[int]:
     """Of the answers; the same in every run."""
-    drawn = np.random.default_rng(SEED).lognormal(np.log(options.median), options.sigma, options.prompts)
-    return np.clip(np.rint(drawn), 1, options.most).astype(int).tolist()
+    drawn = np.random.default_rng(SEED).lognormal(np.log(median), sigma, prompts)
+    return np.clip(np.rint(drawn), 1, most).astype(int).tolist()
+
+
+def ceiling_rows(times: StepTimes, prompt: int, outputs: Sequence[int], rounds: int) -> list[harness.Row]:
+    """How long it would take where every step had the fastest layout: the same in every round."""
+    seconds = round(rollout_s(times, prompt, outputs, times.layouts), 3)
+    return [{"load": "rollout", "round": r + 1, "layout": CEILING, "seconds": seconds} for r in range(rounds)]
 
 
 def run_once(
@@ -86,10 +93,10 @@ def all_told(rows: Sequence[harness.Row], tokens: int) -> str:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     model = deployment.model_of(options)
-    outputs = lengths(options)
+    outputs = lengths(prompts=options.prompts, median=options.median, sigma=options.sigma, most=options.most)
     wishes = [Wish(options.prompt, length, max(options.most, length + 1)) for length in outputs]
     measured: list[harness.Row] = []
-    with Server(deployment.flags(options)) as server:
+    with deployment.server(options) as server:
         once = functools.partial(run_once, server, options, wishes, model.vocab_size)
         for turn in range(options.rounds):
             for number, label in enumerate(options.layouts):
@@ -97,9 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     check = harness.checked("answers have their lengths", lambda: all_told(measured, sum(outputs)))
     if options.step_times is not None:
         times = StepTimes.read(options.step_times, options.ranks, options.step_times_prefix)
-        seconds = rollout_s(times, options.prompt, outputs, times.layouts)
-        rounds = range(1, options.rounds + 1)
-        measured += [{"load": "rollout", "round": r, "layout": CEILING, "seconds": round(seconds, 3)} for r in rounds]
+        measured += ceiling_rows(times, options.prompt, outputs, options.rounds)
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="serving",
