@@ -93,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
         asked = sum(int(row["requests"] or 0) * int(row["output"] or 0) for row in measured)
         counted = server.output_tokens(at_least=before + asked) - before
     what = "streams have the tokens that were asked for"
+    room = {str(row["layout"]): row["cache_tokens"] for row in measured if row["cache_tokens"] is not None}
+    told = ", ".join(f"{layout} {tokens:,}" for layout, tokens in room.items())
     rows = []
     for layout in options.layouts:
         mine = [row for row in measured if row["layout"] == layout][1:]  # the first is the warm-up
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         name=options.name or "clients",
         title="What closed-loop clients see",
         provenance=deployment.provenance(options, "perf.serving.measure", list(arguments)),
-        check=harness.checked(what, lambda: all_told(measured, counted)),
+        check=harness.checked(what, lambda: f"{all_told(measured, counted)}; tokens of cache: {told}"),
         view=VIEW,
         rows=rows,
     )
