@@ -85,6 +85,8 @@ class Bench:
         usable.normal_(generator=torch.Generator(usable.device).manual_seed(SEED))
         self._random = np.random.default_rng(SEED)
         self._count = 0
+        self.idle = 0.0
+        """Share of the last block of decode steps in which rank 0's device had none, by the device's clock."""
 
     def follow(self) -> None:
         """Ranks other than 0: until rank 0's `release`."""
@@ -106,12 +108,14 @@ class Bench:
             orchestrator.add(request)
         while not source.filled:
             orchestrator.step()
-        times = []
+        times, busy = [], 0.0
         for step in range(warmup + steps):
             begin = time.perf_counter()
-            orchestrator.step()
+            turn = orchestrator.turn()
             if step >= warmup:
                 times.append(time.perf_counter() - begin)
+                busy += turn.seconds
+        self.idle = 1 - busy / sum(times)
         for request in requests:
             orchestrator.cancel(request.id)
         _finish(orchestrator)
