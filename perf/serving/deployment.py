@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -82,8 +83,15 @@ def model_of(options: argparse.Namespace) -> ModelConfig:
     return load_config(options.model)
 
 
-def provenance(options: argparse.Namespace, module: str, arguments: list[str]) -> harness.Provenance:
-    """Folders by their names, and the model's config.json in full: where they lie on a machine is nobody's matter."""
+def provenance(
+    options: argparse.Namespace, module: str, arguments: list[str], done: Collection[str]
+) -> harness.Provenance:
+    """Folders by their names, and the model's config.json in full: where they lie on a machine is nobody's matter.
+
+    done: the layouts that were measured; the remark says which were not.
+    """
+    missing = [layout for layout in options.layouts if layout not in done]
+    remark = options.remark + (f"; not measured: {', '.join(missing)}" if missing else "")
     config = {name: value for name, value in vars(options).items() if name not in ("at", "remark", "results")}
     folders = {name: value for name, value in config.items() if isinstance(value, Path)}
     config |= {name: value.name for name, value in folders.items()}
@@ -91,4 +99,4 @@ def provenance(options: argparse.Namespace, module: str, arguments: list[str]) -
     told = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
     told = harness.without(told, "--at", str(options.at))
     short = {str(value): value.name for value in folders.values()}
-    return harness.provenance(config, module, [short.get(word, word) for word in told], options.remark)
+    return harness.provenance(config, module, [short.get(word, word) for word in told], remark)

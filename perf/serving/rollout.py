@@ -90,6 +90,27 @@ def all_told(rows: Sequence[harness.Row], tokens: int) -> str:
     return f"all answers of {len(rows)} runs were whole, {tokens} tokens in each run"
 
 
+def result_of(
+    options: argparse.Namespace, arguments: Sequence[str], measured: Sequence[harness.Row], outputs: Sequence[int]
+) -> harness.Result:
+    """Of the runs so far."""
+    rows = list(measured)
+    if options.step_times is not None:
+        times = StepTimes.read(options.step_times, options.ranks, options.step_times_prefix)
+        rows += ceiling_rows(times, options.prompt, outputs, options.rounds)
+    done = {str(row["layout"]) for row in measured}
+    return harness.Result(
+        schema=harness.SCHEMA_VERSION,
+        area="serving",
+        name=options.name or "rollout",
+        title="A rollout's makespan in seconds (auto's over it)",
+        provenance=deployment.provenance(options, "perf.serving.rollout", list(arguments), done),
+        check=harness.checked("answers have their lengths", lambda: all_told(measured, sum(outputs))),
+        view=VIEW,
+        rows=with_ratios(rows),
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     model = deployment.model_of(options)
@@ -101,20 +122,9 @@ def main(arguments: Sequence[str]) -> int:
         for turn in range(options.rounds):
             for number, label in enumerate(options.layouts):
                 measured.append({"load": "rollout", "round": turn + 1, **once(label, 100 * turn + number)})
-    check = harness.checked("answers have their lengths", lambda: all_told(measured, sum(outputs)))
-    if options.step_times is not None:
-        times = StepTimes.read(options.step_times, options.ranks, options.step_times_prefix)
-        measured += ceiling_rows(times, options.prompt, outputs, options.rounds)
-    result = harness.Result(
-        schema=harness.SCHEMA_VERSION,
-        area="serving",
-        name=options.name or "rollout",
-        title="A rollout's makespan in seconds (auto's over it)",
-        provenance=deployment.provenance(options, "perf.serving.rollout", list(arguments)),
-        check=check,
-        view=VIEW,
-        rows=with_ratios(measured),
-    )
+                result = result_of(options, arguments, measured, outputs)
+                if result.check.passed:  # whatever comes after it
+                    report.publish(result, options.results)
     print(report.markdown(result))
     report.publish(result, options.results)
     return 0

@@ -244,7 +244,7 @@ class TestRollout:
             area="serving",
             name="rollout",
             title="A rollout",
-            provenance=deployment.provenance(options, "perf.serving.rollout", []),
+            provenance=deployment.provenance(options, "perf.serving.rollout", [], options.layouts),
             check=harness.Check(what="lengths", passed=True, detail="all"),
             view=rollout.VIEW,
             rows=rows,
@@ -259,7 +259,8 @@ class TestRollout:
     def test_folders_are_told_by_their_names(self) -> None:
         arguments = ["--model", str(TINY), "--remark", "quiet", "--at", "/a", "--step-times", "/some/where/engines"]
         options = rollout.parse(arguments)
-        told = deployment.provenance(options, "perf.serving.rollout", arguments)
+        told = deployment.provenance(options, "perf.serving.rollout", arguments, ["tp", "cp", "auto"])
+        assert told.remark == "quiet; not measured: dp, dop"
         assert told.command == "python -m perf.serving.rollout --model tiny --step-times engines"
         assert "at" not in told.config
         assert told.config["model"] == "tiny" and told.config["model_config"]["model_type"]
