@@ -115,6 +115,9 @@ class EngineConfig:
     intermediate size on each rank, so that all ranks read the same bytes whichever experts a step's tokens choose."""
     operators: str = "auto"
     """On GPUs: "own" kernels alone, or "auto": TensorRT-LLM's operators too, where they are right and faster."""
+    capture_ahead: bool = True
+    """On GPUs: likely steps are captured at the start, for about a minute. False: each when it comes for the second
+    time, for measurements that need few."""
 
     def __post_init__(self) -> None:
         for layout in (self.layout, *self.layouts):

@@ -50,6 +50,7 @@ def bench_config(
     config = EngineConfig(
         num_ranks=num_ranks,
         run_on=run_on,
+        capture_ahead=False,  # cells are few, and run once before they are timed
         layout=Layout.DP,
         layouts=tuple(Layout),
         simulate_routing=simulate_routing,
@@ -86,6 +87,8 @@ class Bench:
         usable.normal_(generator=torch.Generator(usable.device).manual_seed(SEED))
         self._random = np.random.default_rng(SEED)
         self._count = 0
+        self.idle = 0.0
+        """Share of the last block of decode steps in which rank 0's device had none, by the device's clock."""
 
     def follow(self) -> None:
         """Ranks other than 0: until rank 0's `release`."""
@@ -107,12 +110,14 @@ class Bench:
             orchestrator.add(request)
         while not source.filled:
             orchestrator.step()
-        times = []
+        times, busy = [], 0.0
         for step in range(warmup + steps):
             begin = time.perf_counter()
-            orchestrator.step()
+            turn = orchestrator.turn()
             if step >= warmup:
                 times.append(time.perf_counter() - begin)
+                busy += turn.seconds
+        self.idle = 1 - busy / sum(times)
         for request in requests:
             orchestrator.cancel(request.id)
         _finish(orchestrator)
@@ -155,9 +160,7 @@ class Bench:
         ).request_tokens
         scheduler = Scheduler(
             config,
-            sizes=dataclasses.replace(
-                model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)
-            ),
+            sizes=dataclasses.replace(model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)),
             request_tokens=room,
             vocab_size=self.model.vocab_size,
             max_context=self.model.max_positions,

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
@@ -126,12 +127,18 @@ def _decode_cell(bench: Bench, layouts: list[Layout], batch: int, context: int, 
     first = {layout: bench.decode(layout, batch=batch, context=context, steps=1, warmup=1) for layout in layouts}
     steps = max(2, min(settings.steps, int(settings.round_s / max(times[0] for times in first.values()))))
 
+    idle: dict[str, list[float]] = {layout.name.lower(): [] for layout in layouts}
+
     def sample(layout: Layout) -> list[float]:
-        return bench.decode(layout, batch=batch, context=context, steps=steps, warmup=settings.warmup_steps)
+        times = bench.decode(layout, batch=batch, context=context, steps=steps, warmup=settings.warmup_steps)
+        idle[layout.name.lower()].append(bench.idle)
+        return times
 
     variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
     rounds = interleave(variants, warmup=0, repeats=settings.rounds)
     rows = _rows(bench, rounds, batch, {"context": context, "batch": batch})
+    for row in rows:
+        row["idle"] = round(median(idle[str(row["layout"])]), 4)
     _say(_line(rows, f"context {context:5d} batch {batch:3d}"))
     return rows
 
@@ -140,8 +147,12 @@ def _prefill_cell(bench: Bench, layouts: list[Layout], prompt: int, settings: Se
     def sample(layout: Layout) -> list[float]:
         return bench.prefill(layout, prompt)
 
-    for layout in layouts:  # on a GPU a first run compiles and finds its memory
-        bench.prefill(layout, prompt if settings.run_on == "gpu" else 64)
+    for layout in layouts:
+        if settings.run_on == "gpu":  # a first run compiles, a second one is captured
+            bench.prefill(layout, prompt)
+            bench.prefill(layout, prompt)
+        else:
+            bench.prefill(layout, 64)
     variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
     rounds = interleave(variants, warmup=0, repeats=settings.rounds)
     rows = _rows(bench, rounds, prompt, {"prompt": prompt})
@@ -170,7 +181,9 @@ def _rows(bench: Bench, rounds: dict[str, list[list[float]]], tokens: int, cell:
 
 
 def _line(rows: list[Row], cell: str) -> str:
-    return f"  {cell}: " + ", ".join(f"{row['layout']} {row['median_ms']:.1f} ms" for row in rows)
+    told = [f"{row['layout']} {row['median_ms']:.2f} ms" for row in rows]
+    idle = max((float(row["idle"] or 0) for row in rows if "idle" in row), default=None)
+    return f"  {cell}: {', '.join(told)}" + ("" if idle is None else f"; device idle {idle:.1%} at most")
 
 
 def _say(text: str) -> None:

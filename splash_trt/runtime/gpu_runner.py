@@ -77,7 +77,8 @@ def gpu_runner(
         mover=mover,
     )
     runner = DeviceRunner(world, model, config, source, tokenizer, parts)
-    runner.warm_up()
+    if config.capture_ahead:
+        runner.warm_up()
     torch.cuda.synchronize()
     return runner
 

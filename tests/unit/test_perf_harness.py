@@ -207,6 +207,7 @@ class TestStepTime:
             bench.worker.send = lambda plan: (plans.append(plan), send(plan))[1]  # type: ignore[method-assign]
             for layout in Layout:
                 assert len(bench.decode(layout, batch=3, context=100, steps=2, warmup=1)) == 2
+                assert 0 < abs(bench.idle) < 1
             bench.release()
             return plans
 
