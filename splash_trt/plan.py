@@ -6,7 +6,7 @@ One array per field and no object per row: at thousands of rows the arrays stay 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -58,10 +58,11 @@ NO_MOVES = np.zeros((0, 6), np.int32)
 NO_WEIGHTS = np.zeros((0, 5), np.int64)
 NO_SAMPLING = np.zeros(0, SAMPLING_DTYPE)
 NO_CONTROLS = np.zeros(0, np.uint8)
+NO_SLOTS = np.zeros(0, np.int32)
+NO_ROWS = np.zeros(0, np.bool_)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One step. In this order: the epoch, `sampling` and tables take effect; `moves` and `weights` are copied; the rows
     run; `late_moves` are copied."""
 
@@ -89,25 +90,25 @@ class Plan:
     """[N] int32: tokens whose hidden state each rank computes, zero allowed."""
     bucket: int
     """Rows that collectives are padded to where they must be: the largest of `counts`."""
-    tables: np.ndarray = field(default_factory=lambda: NO_TABLES)
+    tables: np.ndarray = NO_TABLES
     """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
-    sampling: np.ndarray = field(default_factory=lambda: NO_SAMPLING)
+    sampling: np.ndarray = NO_SAMPLING
     """[P] of SAMPLING_DTYPE: parameters of slots that are new to the ranks."""
-    controls: np.ndarray = field(default_factory=lambda: NO_CONTROLS)
+    controls: np.ndarray = NO_CONTROLS
     """[B] uint8: msgpack of a list of SlotControls, for those of `sampling` that need them; empty if none does."""
-    controlled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    controlled: np.ndarray = NO_SLOTS
     """[C] int32, ascending: all slots that need them now. What a rank keeps for any other, it forgets."""
-    moves: np.ndarray = field(default_factory=lambda: NO_MOVES)
+    moves: np.ndarray = NO_MOVES
     """[M, 6] int32: source rank, source page, target rank, target page, first row, rows: copies before the rows run."""
     attempt: int = 0
     """Numbers the switch under way; 0: none. When it changes, target tables are forgotten."""
-    armed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    armed: np.ndarray = NO_ROWS
     """[R] bool: the row's new cache rows are also written wherever its target table wants them."""
-    target_tables: np.ndarray = field(default_factory=lambda: NO_TABLES)
+    target_tables: np.ndarray = NO_TABLES
     """[C, 4] int32: like `tables`, for where the cache will be; the next epoch begins with these."""
-    late_moves: np.ndarray = field(default_factory=lambda: NO_MOVES)
+    late_moves: np.ndarray = NO_MOVES
     """[M, 6] int32: like `moves`, after the rows have run: new rows for ranks that did not compute them."""
-    weights: np.ndarray = field(default_factory=lambda: NO_WEIGHTS)
+    weights: np.ndarray = NO_WEIGHTS
     """[K, 5] int64: source rank, target rank, head-cut tensor, first and end number in the source's part of it."""
 
     @property
@@ -117,6 +118,11 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return len(self.token)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every row attends absorbed."""
+        return np.count_nonzero(self.absorbed) == len(self.absorbed)
 
     @property
     def is_empty(self) -> bool:
@@ -181,8 +187,7 @@ class RankStatus:
     """Time between the end of the rank's previous step and the begin of this one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the sampler found, the same on every rank. W and order as in the plan."""
 
     step: int
@@ -194,7 +199,7 @@ class StepResult:
     """[W, K] int64: the K likeliest ids, best first; K is the most that any row asks for, maybe 0."""
     top_logprob: np.ndarray
     """[W, K] float64."""
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = {}
     """Index below W -> why no token could be chosen there; its request cannot go on."""
     seconds: float = 0.0
     """What the step took on rank 0."""
@@ -211,7 +216,7 @@ class StepResult:
 
 
 _SCALARS = ("step", "epoch", "layout", "bucket", "attempt")
-_ARRAYS = [f.name for f in fields(Plan) if f.name not in _SCALARS]
+_ARRAYS = [name for name in Plan.__struct_fields__ if name not in _SCALARS]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict)
 _control_decoder = msgspec.msgpack.Decoder(list[SlotControls])

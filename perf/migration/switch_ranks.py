@@ -6,7 +6,6 @@ budget, all on one deployment. Arguments: a JSON file with Settings, and the fil
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 import time
@@ -277,7 +276,7 @@ def _rate(served: Served, steps: Steps) -> float | None:
     """GB/s of the mean rank in the steps in which pages or weights move between ranks; None if none do."""
     ranks, sent, seconds = len(served.sizes.heads), 0, 0.0
     for plan, result in steps.done:
-        early = dataclasses.replace(plan, late_moves=plan.late_moves[:0])
+        early = msgspec.structs.replace(plan, late_moves=plan.late_moves[:0])
         out = int(early.copied_bytes(ranks, served.sizes.row_bytes, served.sizes.itemsize)[0].sum())
         sent += out
         seconds += result.seconds if out else 0.0

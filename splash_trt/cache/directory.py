@@ -21,6 +21,8 @@ from splash_trt.cache.placement import OWNED, REPLICATED, STRIPED, Placement, ho
 from splash_trt.cache.pool import PagePool
 from splash_trt.plan import NO_PAGE, NO_TABLES
 
+FEW = 4  # pages that are found faster one by one
+
 
 @dataclass
 class Entry:
@@ -331,10 +333,8 @@ class Directory:
 
     def _allocate(self, wanted: np.ndarray) -> np.ndarray:
         """[n, N] int32: a new page of rank n wherever wanted[i, n], NO_PAGE elsewhere."""
-        if len(wanted) == 1:
-            here = wanted[0].tolist()
-            ids = [pool.allocate_one() if w else NO_PAGE for pool, w in zip(self.pools, here, strict=True)]
-            return np.array([ids], np.int32)
+        if len(wanted) <= FEW:
+            return np.array([self._allocate_one(row) for row in wanted.tolist()], np.int32).reshape(wanted.shape)
         pages = np.full(wanted.shape, NO_PAGE, np.int32)
         for rank, count in enumerate(wanted.sum(axis=0).tolist()):
             if count == len(pages):
@@ -342,6 +342,10 @@ class Directory:
             elif count:
                 pages[wanted[:, rank], rank] = self.pools[rank].allocate(count)
         return pages
+
+    def _allocate_one(self, wanted: list[bool]) -> list[int]:
+        """[N] the same for one page."""
+        return [pool.allocate_one() if w else NO_PAGE for pool, w in zip(self.pools, wanted, strict=True)]
 
     def _leave(self, ranks: np.ndarray, pages: np.ndarray, step: int) -> None:
         if len(pages):

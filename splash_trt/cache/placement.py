@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,12 @@ class Placement:
 
     kind: PlacementKind
     home: int = 0
+
+    def ranks(self, page: int, num_ranks: int) -> Sequence[int]:
+        """Who holds a page, ascending."""
+        if self.kind is PlacementKind.REPLICATED:
+            return range(num_ranks)
+        return ((self.home + page) % num_ranks if self.kind is PlacementKind.STRIPED else self.home,)
 
     def holders(self, first_page: int, num_pages: int, num_ranks: int) -> np.ndarray:
         """[num_pages, N] bool: does rank n hold page first_page + i."""

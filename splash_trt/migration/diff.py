@@ -6,7 +6,9 @@ Pure functions over placements and residencies. N ranks; rows are tokens' cache 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from splash_trt.cache.placement import Placement
@@ -32,9 +34,13 @@ class Sizes:
     def page_bytes(self) -> int:
         return self.page_tokens * self.row_bytes
 
+    @cached_property
+    def head_bytes(self) -> np.ndarray:
+        """[N] float64: of each rank's own part of the head-cut tensors."""
+        return np.array(self.heads, np.float64) * sum(self.head_numbers) * self.itemsize
 
-@dataclass(frozen=True)
-class PageMove:
+
+class PageMove(msgspec.Struct, frozen=True, gc=False):
     """Page `page_index` of a request goes from rank `source`, which holds it, to rank `target`, which does not."""
 
     page_index: int
@@ -46,10 +52,11 @@ def page_moves(
     placement: Placement, target: Placement, first_page: int, num_pages: int, num_ranks: int
 ) -> list[PageMove]:
     """The moves for pages first_page … first_page + num_pages - 1 of a request, page after page."""
-    here = placement.holders(first_page, num_pages, num_ranks)
-    lacking = target.holders(first_page, num_pages, num_ranks) & ~here
-    source = here.argmax(axis=1)
-    return [PageMove(first_page + int(i), int(source[i]), int(r)) for i, r in np.argwhere(lacking)]
+    moves = []
+    for page in range(first_page, first_page + num_pages):
+        here = placement.ranks(page, num_ranks)
+        moves += [PageMove(page, here[0], rank) for rank in target.ranks(page, num_ranks) if rank not in here]
+    return moves
 
 
 @dataclass(frozen=True)

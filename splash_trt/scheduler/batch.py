@@ -5,8 +5,11 @@ A request's work is counted at its owner (DP, DOP) or home (CP); in TP ownership
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from splash_trt.config import Layout
 from splash_trt.plan import Plan
@@ -38,45 +41,47 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def num_tokens(self) -> float:
         return float(self.decode_tokens.sum() + self.prefill_tokens.sum())
 
-    def under(self, layout: Layout) -> Batch:
-        """The same work in another layout. Homes stay where there are any; from TP it is dealt out evenly."""
-        if layout is self.layout:
-            return self
-        n = len(self.decode_tokens)
-        from_tp, to_tp = self.layout is Layout.TP, layout is Layout.TP
+    def under_each(self, layouts: Iterable[Layout]) -> list[Batch]:
+        """The same work in each of `layouts`. Homes stay where there are any; from TP it is dealt out evenly."""
+        spread = self._dealt(len(self.decode_tokens)) if self.layout is Layout.TP else self
+        return [
+            self
+            if layout is self.layout
+            else replace(self._dealt(1) if layout is Layout.TP else spread, layout=layout, moved_bytes=0)
+            for layout in layouts
+        ]
 
-        def moved(values: np.ndarray, shares: float) -> np.ndarray:
-            if not (from_tp or to_tp) or not shares:
+    def _dealt(self, most: int) -> Batch:
+        """Evenly over as many ranks as there are decode tokens or prompts, at most `most`."""
+
+        def over(values: np.ndarray, shares: float) -> np.ndarray:
+            if not shares:
                 return values
-            ranks = 1 if to_tp else min(max(int(shares), 1), n)
-            out = np.zeros(n)
-            out[:ranks] = values.sum() / ranks
+            ranks = min(max(int(shares), 1), most)
+            out = np.zeros(len(values))
+            out[:ranks] = np.add.reduce(values) / ranks
             return out
 
-        decodes = float(self.decode_tokens.sum())
-        prompts = float(self.prefill_rows)
-        return Batch(
-            layout=layout,
-            decode_tokens=moved(self.decode_tokens, decodes),
-            decode_context=moved(self.decode_context, decodes),
-            prefill_tokens=moved(self.prefill_tokens, prompts),
-            prefill_pairs=moved(self.prefill_pairs, prompts),
-            prefill_context=moved(self.prefill_context, prompts),
-            prefill_rows=self.prefill_rows,
-            sampled=self.sampled,
-            decode_longest=self.decode_longest,
+        decodes = float(np.add.reduce(self.decode_tokens))
+        return replace(
+            self,
+            decode_tokens=over(self.decode_tokens, decodes),
+            decode_context=over(self.decode_context, decodes),
+            prefill_tokens=over(self.prefill_tokens, self.prefill_rows),
+            prefill_pairs=over(self.prefill_pairs, self.prefill_rows),
+            prefill_context=over(self.prefill_context, self.prefill_rows),
         )
 
     @classmethod
     def of(cls, plan: Plan, num_ranks: int, *, moved_bytes: int = 0) -> Batch:
         """What a plan asks for."""
-        count, home, start = plan.count, plan.home, plan.start.astype(np.int64)
-        end = start + count
+        count, home = plan.count, plan.home
+        end = plan.start + count
         # Token i of a row at `start` meets start + i + 1 rows: summed over the row, count * (start + end + 1) / 2.
-        pairs = end if plan.num_tokens == plan.num_rows else count * (start + end + 1) / 2
+        pairs = end if plan.num_tokens == plan.num_rows else count * (plan.start.astype(np.int64) + end + 1) / 2
         prefill: list[np.ndarray] = [np.zeros(num_ranks)] * 3
         prefill_rows = 0
-        if not plan.absorbed.all():
+        if not plan.only_decodes:
             expanded = ~plan.absorbed
             there, prefill_rows = home[expanded], int(np.count_nonzero(expanded))
             prefill = [np.bincount(there, x[expanded], num_ranks) for x in (count, pairs, end)]
@@ -90,6 +95,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             prefill_context=prefill[2],
             prefill_rows=prefill_rows,
             sampled=len(plan.want_index),
-            decode_longest=int(end.max(initial=0)),
+            decode_longest=int(np.maximum.reduce(end, initial=0)),
             moved_bytes=moved_bytes,
         )

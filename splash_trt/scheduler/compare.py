@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind
@@ -70,8 +72,7 @@ class Objective:
         return time.seconds * (1 + OVER_BOUND * over)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Switch:
+class Switch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What going there takes."""
 
     route: tuple[Layout, ...]
@@ -83,8 +84,7 @@ class Switch:
     """Of the work ahead: slower steps, admissions held, the hand-over."""
 
 
-@dataclass(frozen=True)
-class Later:
+class Later(msgspec.Struct, frozen=True, gc=False):
     """A switch after one of the phases ahead."""
 
     cost_s: float
@@ -97,12 +97,11 @@ class Later:
         return (self.bytes / max(scaled(budget_bytes, step_s), 1) + self.few_steps) * step_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A layout to be in, or the present one with other owners: what it takes to go there, and what it brings."""
 
     layout: Layout
-    homes: np.ndarray = field(repr=False)
+    homes: np.ndarray
     """[R] owners or homes there."""
     fits: bool
     """There is room for what is held now."""
@@ -146,6 +145,8 @@ class Comparer:
         self._sizes = sizes
         self._room = room
         self._objective = objective
+        self._pages = {layout: np.array(sizes.pages[SPECS[layout].residency]) for layout in Layout}
+        self._least_pages = {layout: int(pages.min()) for layout, pages in self._pages.items()}
 
     def compare(self, load: Load, step_s: float, past: Past | None = None) -> Comparison:
         """step_s: what a step takes now; past: the work of late, which is taken to come again after the work at hand:
@@ -165,7 +166,7 @@ class Comparer:
             for layout in self._room
             if layout is not load.layout
         ]
-        later = [[self._later(load, a, b, step_s) for b in candidates] for a in candidates]
+        later = [self._later(load, candidate, candidates, step_s) for candidate in candidates]
         if past is not None and past.step_s > 0:
             again = [_again(c, candidates, later, past, load.budget_bytes) for c in range(len(candidates))]
             candidates = [_with_past(c, phases, cost) for c, cost in zip(candidates, again, strict=True)]
@@ -192,7 +193,7 @@ class Comparer:
         self, load: Load, phases: list[Phase], layout: Layout, homes: np.ndarray, step_s: float
     ) -> Candidate:
         times = tuple(self._estimator.time(phase, layout, homes) for phase in phases)
-        steps = [phase.tokens / max(float(phase.alive.sum()) + phase.joining, 1.0) for phase in phases]
+        steps = [phase.tokens / max(phase.running + phase.joining, 1.0) for phase in phases]
         costs = [
             self._objective.weigh(time, max(ideal, time.steps if ideal == 0 else 0.0))
             for time, ideal in zip(times, steps, strict=True)
@@ -208,14 +209,17 @@ class Comparer:
 
     def _fits(self, load: Load, target: Layout, homes: np.ndarray) -> bool:
         """There is room for what is held now: there, and on the way, unless that is by DOP, where replicas go first."""
-        if float(load.held.sum()) > self._room[target]:
+        if load.held_tokens > self._room[target]:
             return False
-        sizes, source = self._sizes, load.layout
-        if transition.needs_way_station(source, target, load.used_pages, sizes):
+        source = load.layout
+        most = load.held_tokens // self._sizes.page_tokens + load.running  # pages of all of them, wherever they lie
+        if most + load.running // RESERVE_SHARE <= min(self._least_pages[source], self._least_pages[target]):
             return True
-        pages = np.bincount(homes, -(-load.held // sizes.page_tokens), load.num_ranks)
+        if transition.needs_way_station(source, target, load.used_pages, self._sizes):
+            return True
+        pages = np.bincount(homes, -(-load.held // self._sizes.page_tokens), load.num_ranks)
         need = transition.pages_meanwhile(source, target, pages)
-        before, after = (np.array(sizes.pages[SPECS[layout].residency]) for layout in (source, target))
+        before, after = self._pages[source], self._pages[target]
         grows = (need > transition.pages_meanwhile(source, source, pages)) | (after < before)
         return not (grows & (need + load.running // RESERVE_SHARE > np.minimum(before, after))).any()
 
@@ -224,8 +228,10 @@ class Comparer:
         if source is target:
             return True
         held, n = source.times[phase].held, self._config.num_ranks
-        kinds = {SPECS[candidate.layout].placement for candidate in (source, target)}
-        if kinds == {PlacementKind.OWNED, PlacementKind.STRIPED}:
+        here, there = SPECS[source.layout].placement, SPECS[target.layout].placement
+        if here is not there and PlacementKind.REPLICATED not in (here, there):
+            if 2 * held <= min(self._room[source.layout], self._room[target.layout]):
+                return True  # each page is there, and at most once more on its way
             held = float(transition.pages_meanwhile(source.layout, target.layout, np.full(n, held / n)).sum())
             return held <= min(self._room[source.layout], self._room[target.layout])
         return held <= self._room[target.layout]
@@ -239,32 +245,36 @@ class Comparer:
             moved = transition.owner_traffic(load.held, load.home, homes, n, sizes.row_bytes)
             route = ()
         else:
-            rows = np.bincount(load.home, load.held, n)
-            moved = transition.traffic(source, target, rows, sizes)
+            moved = transition.traffic(source, target, load.rows, sizes)
             compacted = transition.compacted_pages(source, target, load.used_pages, sizes)
             if Layout.DOP in self._room and transition.needs_way_station(source, target, load.used_pages, sizes):
                 route = (Layout.DOP, target)
-        if source is target and not moved.busiest:
+        busiest, both_ways = moved.busiest, moved.both_ways
+        if source is target and not busiest:
             return Switch(route=route, bytes=0.0, steps=0, seconds=0.0, cost_s=0.0)
         making_room = _steps_for(compacted * sizes.page_bytes, load, step_s)
-        moving = _steps_for(moved.busiest, load, step_s)
+        moving = _steps_for(busiest, load, step_s)
         steps = making_room + moving + transition.FEW_STEPS * max(len(route), 1)
         # While room is being made those who wait are not let in: the share of the batch that they would have been.
         held = making_room * step_s * min(1.0, load.waiting / max(load.running, 1))
         inside = 2.0 * compacted * sizes.page_bytes
-        cost = self._estimator.moved_s(moved.both_ways + inside) + held + COMMIT_STEPS * step_s
-        return Switch(route=route, bytes=moved.both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
+        cost = self._estimator.moved_s(both_ways + inside) + held + COMMIT_STEPS * step_s
+        return Switch(route=route, bytes=both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
 
-    def _later(self, load: Load, source: Candidate, target: Candidate, step_s: float) -> Later:
-        """Going from one to the other after a phase, about."""
-        if source is target:
-            return Later(0.0, 0.0, 0)
-        if source.layout is target.layout:  # owners are moved now or not at all
-            return Later(math.inf if target.moves_owners else 0.0, 0.0, 0)
+    def _later(self, load: Load, source: Candidate, targets: list[Candidate], step_s: float) -> list[Later]:
+        """Going from one to each of the others after a phase, about."""
         rows = np.bincount(source.homes, load.held, load.num_ranks)
-        moved = transition.traffic(source.layout, target.layout, rows, self._sizes)
-        cost = self._estimator.moved_s(moved.both_ways) + COMMIT_STEPS * step_s
-        return Later(cost, moved.busiest, transition.FEW_STEPS)
+
+        def going(target: Candidate) -> Later:
+            if source is target:
+                return Later(0.0, 0.0, 0)
+            if source.layout is target.layout:  # owners are moved now or not at all
+                return Later(math.inf if target.moves_owners else 0.0, 0.0, 0)
+            moved = transition.traffic(source.layout, target.layout, rows, self._sizes)
+            cost = self._estimator.moved_s(moved.both_ways) + COMMIT_STEPS * step_s
+            return Later(cost, moved.busiest, transition.FEW_STEPS)
+
+        return [going(target) for target in targets]
 
 
 def _again(index: int, candidates: list[Candidate], later: list[list[Later]], past: Past, budget_bytes: int) -> float:

@@ -46,6 +46,8 @@ class _Mode:
     means: dict[Layout, _Mean] = field(default_factory=lambda: {layout: _Mean() for layout in Layout})
     parts: dict[Layout, float] = field(default_factory=lambda: dict.fromkeys(Layout, 0.0))
     common: float = 0.0
+    factors: dict[Layout, float] = field(default_factory=lambda: dict.fromkeys(Layout, 1.0))
+    """What predictions are to be multiplied by."""
     outliers: int = 0
 
     def log_factor(self, layout: Layout) -> float:
@@ -60,6 +62,7 @@ class _Mode:
         mean = sum(sure[layout] * m.value for layout, m in self.means.items()) / known
         self.common = mean * seen / (seen + COMMON_PRIOR_STEPS)
         self.parts = {layout: sure[layout] * (m.value - self.common) for layout, m in self.means.items()}
+        self.factors = {layout: math.exp(self.log_factor(layout)) for layout in self.parts}
 
 
 class Correction:
@@ -71,7 +74,7 @@ class Correction:
 
     def factor(self, layout: Layout, prefill: bool) -> float:
         """What a prediction is to be multiplied by."""
-        return math.exp(self._modes[prefill].log_factor(layout))
+        return self._modes[prefill].factors[layout]
 
     def observe(self, layout: Layout, prefill: bool, predicted_s: float, observed_s: float) -> None:
         """A step took observed_s. The first one under another layout than the last is left out: it begins an epoch."""

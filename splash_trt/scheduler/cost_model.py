@@ -100,11 +100,13 @@ class CostModel:
         seconds = zip((ideal * weights).sum(1).tolist(), (launches * weights).sum(1).tolist(), strict=True)
         return dict(zip(names, seconds, strict=True))
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """A step of this batch took so long: predictions to come follow, slowly."""
+    def observe(self, batch: Batch, seconds: float) -> float:
+        """A step of this batch took so long: predictions to come follow, slowly. Returns that of this batch."""
         sums = self.work[batch.layout].quantities.sums(batch)
+        predicted, prefill = self._predict(batch, sums), sums.prefill > 0
         if sums.tokens and not batch.moved_bytes:
-            self.correction.observe(batch.layout, sums.prefill > 0, self._predict(batch, sums), seconds)
+            self.correction.observe(batch.layout, prefill, predicted, seconds)
+        return predicted * self.correction.factor(batch.layout, prefill)
 
     def _predict(self, batch: Batch, sums: Sums) -> float:
         copies = batch.moved_bytes * self._copy_s

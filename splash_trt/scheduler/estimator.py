@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace as changed
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
@@ -18,8 +19,7 @@ FULL = 0.97  # of the cache: beyond it requests get in each other's way
 RARE = 0.01  # share of steps below which the 99th percentile does not see them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Time:
+class Time(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a phase takes under one layout."""
 
     seconds: float
@@ -45,6 +45,8 @@ class Estimator:
         self.cost = cost
         self._config = config
         self._room = room
+        self._ranks = config.num_ranks
+        self._nothing = np.zeros(config.num_ranks)
 
     def moved_s(self, num_bytes: float) -> float:
         """By how much copies of num_bytes, in and out at the busiest rank, lengthen the steps beside them."""
@@ -52,8 +54,7 @@ class Estimator:
 
     def time(self, phase: Phase, layout: Layout, homes: np.ndarray) -> Time:
         """What `phase` takes with the running requests at homes [R]."""
-        alive, running = phase.alive, float(phase.alive.sum())
-        demand = float((alive * phase.context).sum())
+        alive, held, running, demand = phase.alive, phase.held, phase.running, phase.demand
         room = FULL * self._room[layout]
         joining, places = 0.0, math.inf  # places: so many more have room now
         prompts = phase.prompts
@@ -61,29 +62,35 @@ class Estimator:
             again = Prompts(tokens=demand - room, lengths=((1.0, max(demand / running, 1.0)),))
             prompts = (*prompts, again)
             alive = alive * (room / demand)
+            held = alive * phase.context
             running = float(alive.sum())
         elif phase.joining:
             places = min((room - demand) / max(phase.joining_context, 1.0), self._config.max_running - running)
             places = max(places, 0.0 if running else 1.0)
             joining = min(phase.joining, places)
         concurrency = running + joining
-        tokens, context = (np.bincount(homes, x, self._config.num_ranks) for x in (alive, alive * phase.context))
-        longest = int(phase.context.max(initial=0.0)) if len(homes) else 0
+        longest = phase.longest
+        tokens, context = np.bincount(homes, alive, self._ranks), np.bincount(homes, held, self._ranks)
         decode_s = 0.0
         if concurrency:
             more = self._dealt(layout, tokens, joining)
-            together = tokens + more, context + more * phase.joining_context
-            decode_s = self.cost.step_s(self._batch(layout, *together, longest))
+            decodes = self._decodes(layout, tokens + more, context + more * phase.joining_context, longest)
+            decode_s = self.cost.step_s(decodes)
         steps = phase.tokens / concurrency if concurrency else 0.0
-        beside = _Beside(layout, tokens, context, longest, concurrency, phase.answer, places, decode_s)
-        found = self._in_turn(prompts, phase.joining, beside)
-        mixed = sum(part.steps for part in found)
+        seconds, mixed, longest_s = 0.0, 0.0, 0.0
+        if prompts:
+            # Those that wait for their prompts to be computed do not decode yet.
+            alone = self._decodes(layout, tokens, context, longest)
+            beside = _Beside(alone, computes_alone(layout), concurrency, phase.answer, places, decode_s)
+            for part in self._in_turn(prompts, phase.joining, beside):
+                seconds += part.seconds
+                mixed += part.steps
+                longest_s = max(longest_s, part.longest_s)
         total = max(steps, mixed, 1e-9)
-        seconds = sum(part.seconds for part in found) + max(steps - mixed, 0.0) * decode_s
         return Time(
-            seconds=seconds * phase.presence,
+            seconds=(seconds + max(steps - mixed, 0.0) * decode_s) * phase.presence,
             steps=total * phase.presence,
-            p99_step_s=max(part.longest_s for part in found) if mixed / total > RARE else decode_s,
+            p99_step_s=longest_s if mixed / total > RARE else decode_s,
             concurrency=concurrency,
             held=min(demand, room) + joining * phase.joining_context,
         )
@@ -97,8 +104,8 @@ class Estimator:
                 last = prompts[len(found) - 1]
                 joined = some.joining(sum(x.seconds for x in found), tokens)
                 there = _share(places + last.waiting, last.waiting + joined / some.length)
-                found[-1] = self._computed(replace(last, tokens=last.tokens + joined), there, beside)
-                some = replace(some, tokens=some.tokens - joined)
+                found[-1] = self._computed(changed(last, tokens=last.tokens + joined), there, beside)
+                some = changed(some, tokens=some.tokens - joined)
             at_once = _share(beside.places, waiting) if some.arriving_s else _share(places, some.waiting)
             found.append(self._computed(some, at_once, beside))
             places, tokens = places - some.waiting, tokens + some.tokens
@@ -118,17 +125,14 @@ class Estimator:
     def _mixed(self, beside: _Beside, part: _Part, most: float) -> tuple[_Part, float, float]:
         """(`part` with what a step has of it in the end, the mean time of these steps, the longest class's). What comes
         while such a step lasts is what the next one has; beyond `most`, prompts queue at more and more owners."""
-        alone, ranks = computes_alone(beside.layout), self._config.num_ranks
-        running = beside.layout, beside.tokens, beside.context, beside.longest
         while True:
             # Long and short prompts have steps of their own, unless owners compute them side by side.
-            mixed = alone and part.owners > 1
+            mixed = beside.alone and part.owners > 1
             classes = ((1.0, sum(share * p for share, p in part.lengths)),) if mixed else part.lengths
-            # Those that wait for their prompts to be computed do not decode yet.
-            times = [self.cost.step_s(self._batch(*running, part, p)) for _, p in classes]
+            times = [self.cost.step_s(self._with_chunk(beside, part, p)) for _, p in classes]
             mean_s = sum(share * s for (share, _), s in zip(classes, times, strict=True))
             full, comes = part.chunk >= most, part.per_s * mean_s
-            if comes <= 1.2 * part.chunk or full and not (alone and part.owners < ranks):
+            if comes <= 1.2 * part.chunk or full and not (beside.alone and part.owners < self._ranks):
                 return part, mean_s, max(times)
             part = part.growing(comes, 2 * part.owners if full else 0.0, most)
 
@@ -140,66 +144,57 @@ class Estimator:
         more[0] = joining
         return more
 
-    def _batch(
-        self,
-        layout: Layout,
-        tokens: np.ndarray,
-        context: np.ndarray,
-        longest: int,
-        part: _Part | None = None,
-        prompt: float = 1.0,
-    ) -> Batch:
-        """A step of the phase: one token of each that decodes, and what `part` has of prompts of one length."""
-        n = self._config.num_ranks
-        replicated = SPECS[layout].placement is PlacementKind.REPLICATED
-        prefill, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
-        if part is not None:
-            chunk, alone = part.chunk, computes_alone(layout)
-            ranks = 1 if replicated else min(max(round(part.owners if alone else chunk / prompt), 1), n)
-            share = chunk / ranks
-            run = share if alone else chunk  # tokens that are taken from prompts one after the other
-            prefill[:ranks] = share
-            before = np.full(ranks, prompt / 2)  # of the prompt, on average
-            if alone and ranks > 1:  # all wait for the one that is farthest in its prompt
-                before[0] = max(part.farthest, prompt / 2)
-            pairs[:ranks] = share * before
-            # Each chunk reaches all that comes before it: prompts side by side are cut into more of them.
-            reached[:ranks] = share / min(run, prompt) * (before + min(run, prompt) / 2)
+    def _decodes(self, layout: Layout, tokens: np.ndarray, context: np.ndarray, longest: int) -> Batch:
+        """A step that has one token of each request that runs: `tokens` [N], with `context` [N] rows."""
         return Batch(
             layout=layout,
             decode_tokens=tokens,
             decode_context=context,
-            prefill_tokens=prefill,
-            prefill_pairs=pairs,
-            prefill_context=reached,
-            sampled=int(np.ceil(tokens.sum())) + (part is not None),
+            prefill_tokens=self._nothing,
+            prefill_pairs=self._nothing,
+            prefill_context=self._nothing,
+            sampled=math.ceil(np.add.reduce(tokens)),
             decode_longest=longest,
         )
 
+    def _with_chunk(self, beside: _Beside, part: _Part, prompt: float) -> Batch:
+        """A step that has, besides, what `part` has of prompts of one length."""
+        n, running, alone = self._ranks, beside.running, beside.alone
+        replicated = SPECS[running.layout].placement is PlacementKind.REPLICATED
+        ranks = 1 if replicated else min(max(round(part.owners if alone else part.chunk / prompt), 1), n)
+        share = part.chunk / ranks
+        run = min(share if alone else part.chunk, prompt)  # tokens that are taken from one prompt after the other
+        before = prompt / 2  # of the prompt, on average
+        tokens, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
+        tokens[:ranks], pairs[:ranks] = share, share * before
+        # Each chunk reaches all that comes before it: prompts side by side are cut into more of them.
+        reached[:ranks] = share / run * (before + run / 2)
+        if alone and ranks > 1:  # all wait for the one that is farthest in its prompt
+            farthest = max(part.farthest, before)
+            pairs[0], reached[0] = share * farthest, share / run * (farthest + run / 2)
+        return changed(
+            running, prefill_tokens=tokens, prefill_pairs=pairs, prefill_context=reached, sampled=running.sampled + 1
+        )
 
-@dataclass(frozen=True)
-class _Beside:
+
+class _Beside(msgspec.Struct, frozen=True, gc=False):
     """What prompts of a phase are computed beside, under a layout."""
 
-    layout: Layout
-    tokens: np.ndarray
-    """[N]: running requests for whose cache there is room."""
-    context: np.ndarray
-    """[N]: their cache rows."""
-    longest: int
-    """The most of one of them."""
+    running: Batch
+    """A step of the running requests for whose cache there is room."""
+    alone: bool
+    """Prompts are computed by their owners alone."""
     concurrency: float
     """Requests that run at once."""
     answer: float
     """Tokens of output of one that joins."""
     places: float
-    """So many more than `tokens` have room now."""
+    """So many more than those that run have room now."""
     decode_s: float
     """A step without prompts."""
 
 
-@dataclass(frozen=True)
-class _Computed:
+class _Computed(msgspec.Struct, frozen=True, gc=False):
     """What prompts take, decodes beside them included."""
 
     seconds: float
@@ -208,8 +203,7 @@ class _Computed:
     """The longest of these steps."""
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True, gc=False):
     """Tokens of prompts that are computed in the same way."""
 
     tokens: float
@@ -229,7 +223,7 @@ class _Part:
         """With what a step has that has any, where so many tokens come during one, by chance; owners: at least."""
         number = max(comes, 1.0) / self.prompt
         number = max(number / -math.expm1(-number), owners)
-        return replace(self, chunk=min(number * self.prompt, most), owners=number)
+        return changed(self, chunk=min(number * self.prompt, most), owners=number)
 
 
 def _parts(prompts: Prompts, beside: _Beside, at_once: float, most: float) -> list[_Part]:
@@ -247,7 +241,7 @@ def _parts(prompts: Prompts, beside: _Beside, at_once: float, most: float) -> li
         found.append(_Part(there, chunk, prompts.owners, prompt, prompts.lengths, farthest=prompts.farthest))
     if at_once < 1.0:  # others have to wait until those that run end
         comes = prompts.length * beside.concurrency / beside.answer
-        found.append(replace(one_by_one, tokens=prompts.tokens - there, per_s=0.0).growing(comes, 1.0, most))
+        found.append(changed(one_by_one, tokens=prompts.tokens - there, per_s=0.0).growing(comes, 1.0, most))
     return found
 
 
@@ -259,14 +253,14 @@ def _share(places: float, waiting: float) -> float:
 def level(counts: np.ndarray, more: float) -> np.ndarray:
     """[N] how `more` requests are dealt to ranks with `counts` [N] so that the largest count is as small as can be;
     whole ones first, since half a request keeps a rank as busy as one."""
-    order = np.argsort(counts, kind="stable")
+    order = counts.argsort(kind="stable")
     ranked = counts[order]
-    sums = np.arange(1, len(counts) + 1) * ranked - np.cumsum(ranked)  # to lift those below up to each one
-    full = int(np.searchsorted(sums, more, side="right"))  # ranks that get some
-    height = (more + ranked[:full].sum()) / full
-    out = np.zeros_like(counts)
-    out[order[:full]] = height - ranked[:full]
+    sums = np.arange(1, len(counts) + 1) * ranked - ranked.cumsum()  # to lift those below up to each one
+    full = int(sums.searchsorted(more, side="right"))  # ranks that get some
+    out = np.zeros(len(counts))
     if more < full:  # fewer requests than ranks
-        out[:] = 0
-        out[order[: max(int(more), 1)]] = more / max(int(more), 1)
+        whole = max(int(more), 1)
+        out[order[:whole]] = more / whole
+    else:
+        out[order[:full]] = (more + np.add.reduce(ranked[:full])) / full - ranked[:full]
     return out

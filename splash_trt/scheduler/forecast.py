@@ -21,21 +21,23 @@ class _Ended:
     """Lengths of some requests that ended by themselves."""
 
     def __init__(self) -> None:
-        self._ended: deque[int] = deque(maxlen=KEPT)
+        self._latest = np.zeros(KEPT)
+        self._count = 0  # of all that ended
         self._sorted = np.zeros(0)
         self._tail = np.zeros(1)  # [i]: sum of the sorted lengths from i on
         self._stale = False
 
     def __len__(self) -> int:
-        return len(self._ended)
+        return min(self._count, KEPT)
 
     def add(self, num_tokens: int) -> None:
-        self._ended.append(num_tokens)
+        self._latest[self._count % KEPT] = num_tokens
+        self._count += 1
         self._stale = True
 
     def left(self, generated: np.ndarray, first_guess: float) -> np.ndarray:
         if self._stale:
-            self._sorted = np.sort(np.array(self._ended, np.float64))
+            self._sorted = np.sort(self._latest[: len(self)])
             self._tail = np.append(np.cumsum(self._sorted[::-1])[::-1], 0.0)
             self._stale = False
         first = np.searchsorted(self._sorted, generated, side="right")
@@ -69,9 +71,9 @@ class Lengths:
         out = self._all.left(generated, self._first_guess)
         if prompt is not None and len(self._like) > 1:
             sizes = np.log2(np.maximum(prompt, 1)).astype(np.int64) // 2
-            for size, ended in self._like.items():
-                alike = sizes == size
-                if len(ended) >= ENOUGH and alike.any():
+            for size in set(sizes.tolist()) & self._like.keys():
+                if len(ended := self._like[size]) >= ENOUGH:
+                    alike = sizes == size
                     out[alike] = ended.left(generated[alike], self._first_guess)
         return out
 
@@ -149,6 +151,7 @@ class Arrivals:
         # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
         span = max(min(now - (self._begin or 0), self.SECONDS), self.SECONDS / 3)
         sums = np.array([s.sums for s in self._seconds])  # [seconds, 3, SIZES]
+        sums = sums[:, :, sums[:, 0].any(axis=0)]  # sizes of which some came: a few
         count, second = sums[:, 0], np.array([[s.second] for s in self._seconds])
         fullest = np.sort(count, axis=0)[-1 - self.BURSTS] if len(count) > self.BURSTS else 0.0
         counted = np.minimum(count, np.maximum(fullest, 1.0)) / np.maximum(count, 1.0)

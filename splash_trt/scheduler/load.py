@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -47,11 +48,21 @@ class Load:
     def waiting(self) -> int:
         return len(self.waiting_prompts)
 
-    @property
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[N] float64: rows of the requests that each rank owns or is home to."""
+        return np.bincount(self.home, self.held, self.num_ranks)
+
+    @cached_property
+    def held_tokens(self) -> int:
+        """Rows of all of them."""
+        return int(self.held.sum())
+
+    @cached_property
     def waiting_tokens(self) -> int:
         return int(self.waiting_prompts.sum())
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         """Known tokens that still have to be computed, of running and waiting requests."""
         return int(self.prefill.sum()) + self.waiting_tokens

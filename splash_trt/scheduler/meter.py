@@ -56,7 +56,7 @@ class Meter:
 
     def step(self, plan: Plan, result: StepResult, moved: bool) -> float | None:
         """A completed step. If it moved something: its time over that of like steps that did not, where known."""
-        gap = max((status.gap_s for status in result.statuses), default=None)
+        gap = max(status.gap_s for status in result.statuses) if result.statuses else None
         if self._commit is not None and plan.step >= self._commit[0]:
             if gap is not None and self._gaps and plan.step == self._commit[0]:
                 self._commit[1].stall_s = max(0.0, gap - median(self._gaps))
@@ -80,7 +80,7 @@ class Meter:
     def _kind(self, plan: Plan) -> tuple[int, int]:
         """Plans of one kind are alike."""
         if self._expected is not None:
-            return int(plan.layout), int(plan.absorbed.all())
+            return int(plan.layout), int(plan.only_decodes)
         return int(plan.layout), plan.num_tokens.bit_length()
 
     def slowdown(self) -> float | None:

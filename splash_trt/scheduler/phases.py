@@ -6,8 +6,9 @@ Requests that keep arriving are a part of every phase. R running requests, N ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from splash_trt.config import Layout
@@ -22,8 +23,7 @@ LEAST = 0.1  # of the tokens: a smaller part would change little, and may be cha
 PLACES = 64  # in the longest prompt
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
+class Prompts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Prompts to be computed in a phase."""
 
     tokens: float
@@ -38,7 +38,7 @@ class Prompts:
     arriving_s: float = 0.0
     """Tokens per second, where they are yet to come; 0: they are there."""
 
-    @property
+    @cached_property
     def length(self) -> float:
         """Of a prompt, on average."""
         return 1 / sum(share / length for share, length in self.lengths)
@@ -50,8 +50,7 @@ class Prompts:
         return self.tokens if come >= tokens else min(self.tokens, come / (1 - come / tokens))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A stretch of work, the same for all layouts. Requests are counted in fractions: they end by chance."""
 
     alive: np.ndarray
@@ -72,6 +71,26 @@ class Phase:
     """The chance that there is anything to do at all."""
     ends: float = 0.0
     """The chance that all of the work ends in this phase."""
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """[R]: cache rows of each running request that takes part."""
+        return self.alive * self.context
+
+    @cached_property
+    def running(self) -> float:
+        """So many of them take part."""
+        return float(self.alive.sum())
+
+    @cached_property
+    def demand(self) -> float:
+        """Cache rows of all of them."""
+        return float(self.held.sum())
+
+    @cached_property
+    def longest(self) -> int:
+        """The most cache rows of one of them."""
+        return int(self.context.max(initial=0.0))
 
 
 class _Coming:
@@ -155,14 +174,14 @@ def _decoding(load: Load, coming: _Coming, step_s: float) -> list[Phase]:
     """What runs decodes on, fewer and fewer."""
     found: list[Phase] = []
     context = load.held + load.prefill
-    life = float(load.left.mean())
+    left, life = np.maximum(load.left, 1.0), float(load.left.mean())
     prompt = float((context - load.generated).mean())
     newcomers = load.arriving.per_s * load.waiting_left * step_s
-    going = [min(float(np.exp(-x * life / np.maximum(load.left, 1.0)).sum()) + newcomers, 1.0) for x in LIVES[:-1]]
+    going = [min(float(np.exp(-x * life / left).sum()) + newcomers, 1.0) for x in LIVES[:-1]]
     ends = -np.diff([*going, 0.0])
     for begin, end, ending in zip(LIVES[:-1], LIVES[1:], ends.tolist(), strict=True):
         steps, middle = (end - begin) * life, (begin + end) / 2 * life
-        alive = np.exp(-middle / np.maximum(load.left, 1.0))
+        alive = np.exp(-middle / left)
         expected = float(alive.sum())
         found.append(
             Phase(
@@ -193,8 +212,8 @@ def _owners(prompts: np.ndarray, num_ranks: int) -> float:
 def _farthest(prompts: np.ndarray, owners: int) -> float:
     """The largest, on average, of so many draws of a token's place in its prompt, from all tokens of `prompts` [P]."""
     ranked = np.sort(prompts)
-    places = np.linspace(0.0, ranked[-1], PLACES + 1)
-    shorter = np.searchsorted(ranked, places, side="right")
+    places = np.arange(PLACES + 1) * (ranked[-1] / PLACES)
+    shorter = ranked.searchsorted(places, side="right")
     # Tokens at a place or before it: the shorter prompts whole, and so many of each other one.
     before = np.append(0.0, np.cumsum(ranked))[shorter] + places * (len(ranked) - shorter)
     beyond = 1 - (before / before[-1]) ** owners

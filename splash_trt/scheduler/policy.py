@@ -137,14 +137,14 @@ class CostPolicy:
         fade = math.exp(-result.seconds / STEP_SPAN_S)
         self._seconds = self._seconds * fade + result.seconds
         self._steps = self._steps * fade + 1
-        decodes = bool(plan.absorbed.all())
+        decodes = plan.only_decodes
         self._observed[decodes] += 1
         if self._observed[decodes] % OBSERVE_EVERY[decodes]:
             return
         batch = Batch.of(plan, self._num_ranks)
-        if not plan.copies:
-            self._cost.observe(batch, result.seconds)
-        step_s = {layout: self._cost.step_s(batch.under(layout)) for layout in self._room}
+        here_s = self._cost.step_s(batch) if plan.copies else self._cost.observe(batch, result.seconds)
+        each_layout = batch.under_each(self._room)
+        step_s = {each.layout: here_s if each is batch else self._cost.step_s(each) for each in each_layout}
         self._past.add(plan.layout, step_s, OBSERVE_EVERY[decodes])
 
     @property
@@ -224,7 +224,7 @@ class CostPolicy:
             "load": {
                 "running": load.running,
                 "waiting": load.waiting,
-                "held_tokens": int(load.held.sum()),
+                "held_tokens": load.held_tokens,
                 "prompt_tokens_to_compute": load.prompt_tokens,
                 "expected_output_tokens_left": float(load.left.sum()),
                 "arrivals_per_s": load.arriving.per_s,
@@ -255,7 +255,7 @@ def _kind(comparison: Comparison, best: Candidate, load: Load) -> str:
         return "owners"
     if _has_more_room(best, comparison.candidates[0]):
         return "room"
-    return "prompts" if load.prompt_tokens > int(load.held.sum()) else "load"
+    return "prompts" if load.prompt_tokens > load.held_tokens else "load"
 
 
 def _has_more_room(best: Candidate, here: Candidate) -> bool:

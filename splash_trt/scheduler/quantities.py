@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from splash_trt.config import EngineConfig, Layout
@@ -51,11 +52,11 @@ INDEX = {name: i for i, name in enumerate(QUANTITIES)}
 ) = range(len(QUANTITIES))  # fmt: skip
 
 
-Rows = Any
-"""[len(QUANTITIES), N] float64, or, where one column stands for all ranks, a list of that column's numbers."""
+Column = list[float]
+"""By quantity: what is the same on all ranks."""
 
 
-class Sums(NamedTuple):
+class Sums(msgspec.Struct, frozen=True, gc=False):
     """Of a batch over all ranks."""
 
     decode: float
@@ -91,25 +92,26 @@ class Quantities:
         self._experts = -(-experts.num_experts // holders) if experts else 0
         self._unchosen = 1 - experts.top_k / experts.num_experts if experts else 1.0
         layout = layout if self._ranks > 1 else Layout.TP
-        self._fill: Callable[[Rows, Batch, Sums], None] = {
+        self._over_ranks: Callable[[Column, Batch, Sums], np.ndarray] = {
             Layout.TP: self._tp, Layout.DP: self._dp, Layout.CP: self._cp, Layout.DOP: self._dop
         }[layout]  # fmt: skip
-        self._columns = 1 if layout is Layout.TP else self._ranks
 
     def of(self, batch: Batch, sums: Sums) -> np.ndarray:
         """[len(QUANTITIES), N or 1] float64. sums: of the batch."""
-        alike = self._columns == 1
-        x: Rows = [0.0] * len(QUANTITIES) if alike else np.zeros((len(QUANTITIES), self._columns))
+        column: Column = [0.0] * len(QUANTITIES)
         tokens = sums.decode + sums.prefill
-        x[_ONE] = 1.0
-        x[_ALL] = tokens
-        x[_TOUCHED] = self._experts * (1 - self._unchosen**tokens)
-        x[_SAMPLED] = float(batch.sampled)
-        x[_DECODING] = float(sums.decode > 0)
-        self._fill(x, batch, sums)
-        x[_BUSY] = x[_HERE] > 0
-        x[_ABSORBING] = x[_ABSORBED] > 0
-        return np.array(x, np.float64)[:, None] if alike else x
+        column[_ONE] = 1.0
+        column[_ALL] = tokens
+        column[_TOUCHED] = self._experts * (1 - self._unchosen**tokens)
+        column[_SAMPLED] = float(batch.sampled)
+        column[_DECODING] = float(sums.decode > 0)
+        return self._over_ranks(column, batch, sums)
+
+    def _everywhere(self, column: Column) -> np.ndarray:
+        """[len(QUANTITIES), N] float64. Rows where ranks differ are then put over it."""
+        x = np.empty((len(column), self._ranks))
+        x[:] = np.array(column)[:, None]
+        return x
 
     def sums(self, batch: Batch) -> Sums:
         decode, rows = sum(batch.decode_tokens.tolist()), sum(batch.decode_context.tolist())
@@ -141,15 +143,15 @@ class Quantities:
 
     def _prefill(
         self,
-        x: Rows,
+        x: Any,
         sums: Sums,
         tokens: float | np.ndarray,
         pairs: float | np.ndarray,
         chosen: float | np.ndarray,
         context: float | np.ndarray,
     ) -> None:
-        """tokens: the step's prefill tokens that are here; pairs: theirs, or, of these, those that the indexer leaves;
-        context: rows that they reach."""
+        """x: a column, or those of all ranks. tokens: the step's prefill tokens that are here; pairs: theirs, or, of
+        these, those that the indexer leaves; context: rows that they reach."""
         if sums.dense:
             x[_PREFILL] = tokens
             x[_PAIRS] = pairs
@@ -159,32 +161,41 @@ class Quantities:
             x[_SPARSE] = tokens
             x[_SPARSE_ROWS] = chosen
             x[_CHOOSING] = 1.0
-        x[_INDEX_ROWS] += context
 
-    def _tp(self, x: Rows, batch: Batch, sums: Sums) -> None:
+    def _tp(self, x: Column, batch: Batch, sums: Sums) -> np.ndarray:
         x[_HERE] = sums.decode + sums.prefill
+        x[_BUSY] = float(x[_HERE] > 0)
         x[_ABSORBED] = x[_READ] = sums.decode
+        x[_ABSORBING] = x[_DECODING]
         x[_ROWS] = sums.attended
         x[_INDEX_PAIRS] = sums.rows + sums.pairs
         x[_INDEX_ROWS] = sums.rows
         if sums.prefill:
             self._prefill(x, sums, sums.prefill, sums.pairs, sums.chosen, sums.context)
+            x[_INDEX_ROWS] += sums.context
+        return np.array(x)[:, None]
 
-    def _dp(self, x: Rows, batch: Batch, sums: Sums) -> None:
+    def _dp(self, column: Column, batch: Batch, sums: Sums) -> np.ndarray:
         decode = batch.decode_tokens
+        column[_ABSORBING] = column[_BUSY] = float(min(decode.tolist()) > 0)
+        x = self._everywhere(column)
         x[_ABSORBED] = x[_READ] = x[_HERE] = decode
         if sums.rows:
             x[_ROWS] = self._own_rows(batch, sums)
         x[_INDEX_PAIRS] = x[_INDEX_ROWS] = batch.decode_context
         if sums.prefill:
             tokens = batch.prefill_tokens
-            x[_HERE] += tokens
+            x[_HERE] = decode + tokens
             x[_INDEX_PAIRS] += batch.prefill_pairs
+            x[_INDEX_ROWS] += batch.prefill_context
             # A rank has its own requests only, so the pairs are distributed as theirs, not as tokens; and however long
             # theirs are, a token attends to no more rows than the indexer leaves.
             pairs = batch.prefill_pairs * (sums.pairs / np.add.reduce(batch.prefill_pairs))
             chosen = pairs if sums.dense else np.minimum(pairs, self._top_k * tokens)
             self._prefill(x, sums, sums.prefill * (tokens / sums.prefill), pairs, chosen, batch.prefill_context)
+        if not column[_BUSY]:  # not everywhere
+            x[_ABSORBING], x[_BUSY] = decode > 0, x[_HERE] > 0
+        return x
 
     def _own_rows(self, batch: Batch, sums: Sums) -> np.ndarray:
         """[N] rows that decode tokens attend to where each rank has those of its own requests."""
@@ -192,9 +203,12 @@ class Quantities:
             return batch.decode_context * (sums.attended / sums.rows)
         return np.minimum(batch.decode_context, self._top_k * batch.decode_tokens)
 
-    def _cp(self, x: Rows, batch: Batch, sums: Sums) -> None:
-        ranks = self._ranks
-        decode = batch.decode_tokens
+    def _cp(self, column: Column, batch: Batch, sums: Sums) -> np.ndarray:
+        ranks, decode = self._ranks, batch.decode_tokens
+        column[_FETCHED] = sums.context * (ranks - 1) / ranks
+        column[_FETCHES] = math.ceil(sums.context / self._block)
+        column[_ABSORBING] = column[_BUSY] = float(min(decode.tolist()) > 0)
+        x = self._everywhere(column)
         x[_ABSORBED] = x[_HERE] = decode
         if sums.decode:
             mean = sums.rows / sums.decode
@@ -210,18 +224,27 @@ class Quantities:
             share[:] = (1 - largest / sums.prefill) / (ranks - 1)
             share[0] = largest / sums.prefill
             tokens, pairs = sums.prefill * share, sums.pairs * share
-            x[_HERE] += tokens
-            x[_FETCHED] = sums.context * (ranks - 1) / ranks
-            x[_FETCHES] = math.ceil(sums.context / self._block)
-            x[_INDEX_PAIRS] += pairs
+            x[_HERE] = decode + tokens
             # Who has no query needs no keys.
-            self._prefill(x, sums, tokens, pairs, sums.chosen * share, sums.context * (share > 0))
+            context = sums.context if largest < sums.prefill else sums.context * (share > 0)
+            x[_INDEX_PAIRS] += pairs
+            x[_INDEX_ROWS] += context
+            self._prefill(x, sums, tokens, pairs, pairs if sums.dense else sums.chosen * share, context)
+        if not column[_BUSY]:  # not everywhere
+            x[_ABSORBING], x[_BUSY] = decode > 0, x[_HERE] > 0
+        return x
 
-    def _dop(self, x: Rows, batch: Batch, sums: Sums) -> None:
-        ranks = self._ranks
-        decode = batch.decode_tokens
-        x[_HERE] = sums.decode + sums.prefill
-        x[_ABSORBED] = sums.decode
+    def _dop(self, column: Column, batch: Batch, sums: Sums) -> np.ndarray:
+        ranks, decode = self._ranks, batch.decode_tokens
+        column[_HERE] = sums.decode + sums.prefill
+        column[_BUSY] = float(column[_HERE] > 0)
+        column[_ABSORBED] = sums.decode
+        column[_ABSORBING] = column[_DECODING]
+        crossing = sums.context - sums.prefill
+        if sums.prefill:
+            column[_FETCHES] = math.ceil(sums.context / self._block) if crossing else 0.0
+            self._prefill(column, sums, sums.prefill, sums.pairs, sums.chosen, sums.context)
+        x = self._everywhere(column)
         x[_READ] = decode
         if sums.rows:
             x[_ROWS] = self._own_rows(batch, sums)
@@ -229,9 +252,8 @@ class Quantities:
         x[_INDEX_PAIRS] = x[_INDEX_ROWS] = batch.decode_context
         if sums.prefill:
             before = batch.prefill_context - batch.prefill_tokens
-            crossing = sums.context - sums.prefill
             x[_FETCHED] = np.maximum(before * (ranks - 1), crossing - before)
-            x[_FETCHES] = math.ceil(sums.context / self._block) if crossing else 0
             x[_INDEX_PAIRS] += batch.prefill_pairs
-            self._prefill(x, sums, sums.prefill, sums.pairs, sums.chosen, sums.context)
-            x[_INDEX_ROWS] += batch.prefill_context - sums.context  # keys are read where they lie
+            # Keys are read where they lie.
+            x[_INDEX_ROWS] = batch.decode_context + sums.context + (batch.prefill_context - sums.context)
+        return x

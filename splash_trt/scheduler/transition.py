@@ -5,8 +5,7 @@ The same rules as migration/diff.py, over sums instead of pages: tests hold the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from splash_trt.config import Layout
@@ -17,8 +16,7 @@ from splash_trt.migration.diff import Sizes
 FEW_STEPS = 4  # to be told of, to be acknowledged, to be committed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
+class Traffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Bytes [N] that each rank sends and receives."""
 
     sent: np.ndarray
@@ -27,21 +25,21 @@ class Traffic:
     @property
     def busiest(self) -> float:
         """What bounds the number of steps: a budget counts each way by itself."""
-        return float(max(self.sent.max(), self.received.max()))
+        return float(np.maximum.reduce(np.maximum(self.sent, self.received)))
 
     @property
     def both_ways(self) -> float:
         """In and out together, at the rank that has most."""
-        return float((self.sent + self.received).max())
+        return float(np.maximum.reduce(self.sent + self.received))
 
 
 def row_traffic(source: PlacementKind, target: PlacementKind, rows: np.ndarray, row_bytes: int) -> Traffic:
     """For rows [N] by owner or home, none of which changes its home."""
-    n, total = len(rows), rows.sum()
-    sent = received = np.zeros(n)
+    n = len(rows)
     if source is target or source is PlacementKind.REPLICATED:
-        pass
-    elif source is PlacementKind.OWNED and target is PlacementKind.REPLICATED:
+        return Traffic(sent=np.zeros(n), received=np.zeros(n))
+    total = rows.sum()
+    if source is PlacementKind.OWNED and target is PlacementKind.REPLICATED:
         sent, received = rows * (n - 1.0), total - rows
     elif source is PlacementKind.OWNED:
         sent, received = rows * (n - 1) / n, (total - rows) / n
@@ -54,7 +52,7 @@ def row_traffic(source: PlacementKind, target: PlacementKind, rows: np.ndarray, 
 
 def weight_traffic(source: Residency, target: Residency, sizes: Sizes) -> Traffic:
     """Head-cut tensors of the other ranks come in."""
-    own = np.array(sizes.heads, np.float64) * sum(sizes.head_numbers) * sizes.itemsize
+    own = sizes.head_bytes
     if source is target or target is Residency.SHARD:
         return Traffic(sent=np.zeros(len(own)), received=np.zeros(len(own)))
     return Traffic(sent=own * (len(own) - 1), received=own.sum() - own)
@@ -64,6 +62,8 @@ def traffic(source: Layout, target: Layout, rows: np.ndarray, sizes: Sizes) -> T
     """Rows and heads together; rows [N] by owner or home."""
     here, there = SPECS[source], SPECS[target]
     cache = row_traffic(here.placement, there.placement, rows, sizes.row_bytes)
+    if here.residency is there.residency:
+        return cache
     heads = weight_traffic(here.residency, there.residency, sizes)
     return Traffic(sent=cache.sent + heads.sent, received=cache.received + heads.received)
 

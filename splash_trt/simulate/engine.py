@@ -5,7 +5,6 @@ It knows what the scheduler must not: after how many tokens each request ends.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
@@ -70,7 +69,7 @@ def cheapest_price(
             if np.array_equal(absorbed, plan.absorbed):
                 here = msgspec.structs.replace(batch, layout=layout)
             else:
-                here = Batch.of(dataclasses.replace(plan, layout=layout, absorbed=absorbed), config.num_ranks)
+                here = Batch.of(msgspec.structs.replace(plan, layout=layout, absorbed=absorbed), config.num_ranks)
             if layout is Layout.DP and not absorbed.all():
                 here = _spread(here, int((~absorbed).sum()) + waiting())
             options.append((cost.step_s(here), layout))
@@ -153,7 +152,7 @@ class SimulatedEngine:
                 self.changes.append((due - seconds, int(plan.layout)))
             count = len(numbers)
             token = self._fillers[:count]
-            if final.any():
+            if np.count_nonzero(final):
                 self._source.ended(numbers[final].tolist(), due)
                 token = np.where(final, END_OF_TEXT, FILLER)
             return StepResult(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
@@ -79,7 +79,7 @@ def test_no_layout_runs_on_heads_that_never_came(tmp_path: Path) -> None:
     with Server(write_model(tmp_path), ranks=2, layout=Layout.TP, pages=40) as server:
         server.add(*make_requests(2))
         server.step()
-        plan = dataclasses.replace(server.plans[-1], layout=Layout.DP)
+        plan = msgspec.structs.replace(server.plans[-1], layout=Layout.DP)
         with pytest.raises(AssertionError, match="DP without weights"):
             server.runner(0).launch(plan)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from splash_trt.config import Layout
 from splash_trt.layout.switch import Record

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -149,7 +149,7 @@ def test_ranks_meet_between_moves_inside_them_and_pushes(folder: Path) -> None:
 def test_without_a_meeting_after_it_nothing_is_pushed(folder: Path) -> None:
     model, config = sized(folder, 2, "float32")
     moves = np.array([(0, 3, 1, 5, 0, PAGE)], np.int32)
-    plan = dataclasses.replace(empty_plan(2, moves=moves), attempt=0)
+    plan = msgspec.structs.replace(empty_plan(2, moves=moves), attempt=0)
     with pytest.raises(AssertionError, match="meeting"):
         ThreadWorld(2).run(lambda world: Rank(world, model, config, True, 1).step(plan))
 

@@ -42,6 +42,7 @@ def test_holders_and_counts_follow_the_definition(case: tuple[PlacementKind, int
     held = placement.holders(first, count, num_ranks)
     assert held.shape == (count, num_ranks) and held.dtype == np.bool_
     assert [set(np.flatnonzero(row).tolist()) for row in held] == expected
+    assert [list(placement.ranks(first + i, num_ranks)) for i in range(count)] == [sorted(page) for page in expected]
     per_rank = placement.pages_per_rank(count, num_ranks, first_page=first)
     assert per_rank.tolist() == [sum(rank in page for page in expected) for rank in range(num_ranks)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -59,13 +58,13 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def _assert_equal(a: Plan, b: Plan) -> None:
-    for field in fields(Plan):
-        left, right = getattr(a, field.name), getattr(b, field.name)
+    for field in Plan.__struct_fields__:
+        left, right = getattr(a, field), getattr(b, field)
         if isinstance(left, np.ndarray):
-            assert left.dtype == right.dtype and left.shape == right.shape, field.name
-            assert left.tobytes() == right.tobytes(), field.name
+            assert left.dtype == right.dtype and left.shape == right.shape, field
+            assert left.tobytes() == right.tobytes(), field
         else:
-            assert left == right and type(left) is type(right), field.name
+            assert left == right and type(left) is type(right), field
 
 
 @settings(deadline=None, derandomize=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -285,7 +286,7 @@ class TestPhases:
 
         def seconds(*prompts: Prompts) -> float:
             (phase,) = phases_of(load(Layout.DP, running=0, waiting_prompts=short), 0.02)
-            phase = dataclasses.replace(phase, tokens=0.0, prompts=prompts)
+            phase = msgspec.structs.replace(phase, tokens=0.0, prompts=prompts)
             return Estimator(COST, CONFIG, ROOM).time(phase, Layout.DP, np.zeros(0, np.int64)).seconds
 
         found = groups(documents, short)

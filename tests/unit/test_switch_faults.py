@@ -3,10 +3,10 @@ serving goes on, and a later switch succeeds."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -257,7 +257,7 @@ def test_new_rows_lost_after_the_commit_are_computed_again() -> None:
     s.c.complete()
     assert s.c.scheduler.layout is Layout.TP and s.c.scheduler.num_running == 0
     wanted = len(first.want_index)
-    nonsense = dataclasses.replace(
+    nonsense = msgspec.structs.replace(
         StepResult.empty(first.step), token=np.ones(wanted, np.int64), logprob=np.zeros(wanted)
     )
     assert wanted > 0 and s.c.scheduler.complete(nonsense) == [], "tokens made of lost rows were told"

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 
 from splash_trt.cache.pool import GONE
@@ -125,7 +126,11 @@ def scheduler_key(c: CheckedScheduler) -> Hashable:
         tuple(sorted(slots._free)),
         tuple(sorted((max(step, done) - sent, slot) for step, slot in ledger._closed)),
         tuple(
-            encode(replace(f.plan, step=0, epoch=f.plan.epoch - switcher.epoch + 9, attempt=bool(f.plan.attempt)))
+            encode(
+                msgspec.structs.replace(
+                    f.plan, step=0, epoch=f.plan.epoch - switcher.epoch + 9, attempt=bool(f.plan.attempt)
+                )
+            )
             for f in s._in_flight
         ),
         tuple(
