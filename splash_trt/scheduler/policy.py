@@ -24,7 +24,7 @@ from splash_trt.scheduler.load import Load
 LOOK_S = 0.1  # between two looks at the load
 QUIET_LOOK_S = 0.5  # while hardly anything changes
 SAME = 0.1  # of the running requests: so many more or fewer are hardly a change
-HYSTERESIS = 0.02  # of the time ahead: a smaller gain is not worth being wrong about
+HYSTERESIS = 0.03  # of the time ahead: a smaller gain is not worth being wrong about
 SURE = 0.15  # of the time ahead: a larger gain needs no second look
 LOOKS = 3  # in a row that must agree on a smaller one
 DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch away from it takes
