@@ -63,7 +63,8 @@ def format_inspection(inspection: Mapping[str, Any]) -> str:
     ]
     checks: Mapping[str, str] = inspection["checks"]
     bad = {path: state for path, state in checks.items() if state != "ok"}
-    lines.append(("checks", f"{len(checks) - len(bad)} of {len(checks)} files as they were built"))
+    whole = f"{len(checks) - len(bad)} of {len(checks)} files as they were built"
+    lines.append(("checks", f"{whole}, by their sizes and headers"))
     width = max(len(name) for name, _ in lines)
     lines += [(f"  {path}", state) for path, state in bad.items()]
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)

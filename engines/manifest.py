@@ -127,7 +127,7 @@ def read_manifest(folder: Path) -> Manifest:
     or at odds with itself.
     """
     path = folder / MANIFEST
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"{folder}: is not a folder; give the folder that splash-trt build wrote")
     if not path.is_file():
         if (folder / "config.json").is_file():

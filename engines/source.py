@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from splash_engines.manifest import DTYPES, Manifest, Part, StoredTensor, checksum, row_bytes
-from splash_trt.weights.spec import TensorSpec
+from splash_trt.weights.spec import TensorSpec, tensor_specs
 
 
 class EngineSource:
@@ -23,6 +23,7 @@ class EngineSource:
         self.model = manifest.model
         self._paths = paths
         self._tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        self._stored_axes = {spec.name: spec.axis for spec in tensor_specs(manifest.model)}
 
     def read(self, spec: TensorSpec, begin: int, end: int, out: torch.Tensor) -> None:
         """Rows [begin, end) of the tensor along spec.axis, converted to out's dtype; see WeightSource.
@@ -33,19 +34,32 @@ class EngineSource:
         assert out.shape == (*spec.shape[: spec.axis], end - begin, *spec.shape[spec.axis + 1 :]), (spec, out.shape)
         tensor = self._tensors[spec.name]
         assert tensor.shape == spec.shape, (tensor.shape, spec)
-        if len(tensor.parts) == 1:
+        if len(tensor.parts) > 1:
+            self._read_experts(tensor, spec, begin, end, out)
+        elif spec.axis == self._stored_axes[spec.name]:
             target = out.movedim(spec.axis, 0)
             for first, rows in self._rows(tensor, tensor.parts[0], begin, end):
                 at = first - begin
                 target[at : at + len(rows)].copy_(rows.view(-1, *target.shape[1:]))
-            return
+        else:  # experts' tensors, stored by experts and cut inside them: every rank reads all
+            for first, rows in self._rows(tensor, tensor.parts[0], 0, spec.shape[0]):
+                part = rows.view(-1, *spec.shape[1:]).narrow(spec.axis, begin, end - begin)
+                out[first : first + len(rows)].copy_(part)
+
+    def _read_experts(self, tensor: StoredTensor, spec: TensorSpec, begin: int, end: int, out: torch.Tensor) -> None:
+        """Of a tensor with parts for each expert, which together are its rows; see `read`."""
         each = len(tensor.parts) // spec.shape[0]
-        for expert in range(begin, end):
+        experts = range(begin, end) if spec.axis == 0 else range(spec.shape[0])
+        low, high = (begin, end) if spec.axis == 1 else (0, spec.shape[1])
+        columns = slice(begin, end) if spec.axis == 2 else slice(None)
+        for expert, target in zip(experts, out, strict=True):
             for i in range(each):
                 part = tensor.parts[expert * each + i]
-                for first, rows in self._rows(tensor, part, 0, part.rows):
-                    at = i * part.rows + first
-                    out[expert - begin, at : at + len(rows)].copy_(rows)
+                before = i * part.rows
+                wanted = range(max(low, before), min(high, before + part.rows))
+                for first, rows in self._rows(tensor, part, wanted.start - before, wanted.stop - before):
+                    at = before + first - low
+                    target[at : at + len(rows)].copy_(rows[:, columns])
 
     def verify(self, tensor: StoredTensor, part: Part) -> int:
         """Read all of a part and check it; returns its size in bytes."""
@@ -53,7 +67,7 @@ class EngineSource:
 
     def _rows(self, tensor: StoredTensor, part: Part, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Rows [begin, end) of a part, chunk by chunk: the first row's index and the rows, [n, numbers of a row]."""
-        if begin == end:
+        if begin >= end:
             return
         path, width = self._paths[part.file], row_bytes(tensor, part)
         try:

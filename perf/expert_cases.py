@@ -52,6 +52,7 @@ def rules(top_k: int, num_groups: int, top_groups: int) -> Experts:
 
 
 GLM = Shape("glm-4.7-flash", 2048, 1536, rules(4, 1, 1), 32)
+GLM_INSIDE = Shape("glm-4.7-flash cut inside", 2048, 768, rules(4, 1, 1), 64)
 SLICE = Shape("deepseek-v3-slice", 7168, 2048, rules(8, 8, 4), 32)
 TINY = Shape("tiny", 256, 192, rules(4, 1, 1), 8)
 

@@ -1,5 +1,6 @@
-"""Checks and times the router, the routed experts, the activation and the embedding: `python -m perf.kernels_experts`.
-With `--hopper` the routed experts' kernel for Hopper alone (experts_hopper.py).
+"""Checks and times the routed experts, the activation and the embedding: `python -m perf.kernels_experts`.
+With `--hopper` the routed experts' kernel for Hopper alone (experts_hopper.py), with `--cuts` both ways of cutting
+experts over two ranks side by side (experts_cuts.py).
 
 T tokens, k choices a token, E experts of which E_r are here, D hidden, I intermediate. Every kernel is first compared
 with its plain torch reference on fresh random numbers, into outputs full of NaN; so is every tile that is timed. A
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from perf import experts_hopper
+from perf import experts_cuts, experts_hopper
 from perf.expert_cases import GLM, GPU, SLICE, TINY, Case, Checks, Shape, time_us, weights
 from splash_plugins import overlap_kernel
 from splash_plugins.embed import reference as embed_reference
@@ -30,8 +31,6 @@ from splash_plugins.grouped_experts import torch_kernel
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.grouped_experts.tiles import Plan, Tiles, fit
-from splash_plugins.router import reference as router_reference
-from splash_plugins.router.kernel import route
 from splash_plugins.silu_mul import reference as silu_reference
 from splash_plugins.silu_mul.kernel import silu_mul
 
@@ -127,32 +126,6 @@ def check_experts(checks: Checks) -> None:
                 checks.experts("one expert", case, grouped_experts, case.wanted())
 
 
-def check_router(checks: Checks) -> None:
-    """Choices may differ from the reference's where rankings are closer than the rounding of sums."""
-    for shape, tokens in itertools.product((GLM, SLICE), (1, 3, 65, 1000, 5000)):
-        x, router, bias, num_tokens, choice, weight = router_inputs(shape, tokens)
-        choice.fill_(-7)
-        weight.fill_(torch.nan)
-        num_tokens.sub_(tokens // 8)
-        route(x, router, bias, shape.rules, num_tokens, choice, weight)
-        want_choice, want_weight = torch.empty_like(choice), torch.empty_like(weight)
-        router_reference.route(x, router, bias, shape.rules, num_tokens, want_choice, want_weight)
-        same = (choice == want_choice).all(1)
-        if float(same.float().mean()) < 1 - max(2e-3, 0.5 / tokens):
-            checks.failed += 1
-            print(f"WRONG router {shape.name} T {tokens}: {int((~same).sum())} rows choose others", flush=True)
-        checks.see(f"router {shape.name} T {tokens}", weight[same], want_weight[same], 1e-4)
-
-
-def router_inputs(shape: Shape, tokens: int) -> tuple[Any, ...]:
-    x = torch.randn(tokens, shape.hidden, device=GPU, dtype=torch.bfloat16)
-    router = torch.randn(shape.rules.num_experts, shape.hidden, device=GPU, dtype=torch.bfloat16) / shape.hidden**0.5
-    bias = torch.rand(shape.rules.num_experts, device=GPU) / 8
-    num_tokens = torch.tensor([tokens], dtype=torch.int32, device=GPU)
-    choice = torch.empty(tokens, shape.top_k, dtype=torch.int32, device=GPU)
-    return x, router, bias, num_tokens, choice, torch.empty(tokens, shape.top_k, device=GPU)
-
-
 def rows_inputs(tokens: int) -> tuple[tuple[Any, ...], torch.Tensor]:
     """embed's arguments, as glm-4.7-flash's on one of two ranks, and silu_mul's, its shared expert's."""
     ids = torch.randint(-1, 154880, (tokens,), dtype=torch.int32, device=GPU)
@@ -173,16 +146,6 @@ def check_and_time_rows(checks: Checks) -> None:
         checks.see(f"silu_mul T {tokens}", silu_mul(gate_up), silu_reference.silu_mul(gate_up), 3e-3)
         us = time_us([lambda: embed(*arguments)] * 10), time_us([lambda: silu_mul(gate_up)] * 10)  # noqa: B023
         print(f"embed T {tokens:5} {us[0]:7.1f} us   silu_mul {us[1]:7.1f} us")
-
-
-def time_router(shape: Shape, tokens: int) -> None:
-    x, router, bias, num_tokens, choice, weight = router_inputs(shape, tokens)
-    times = {}
-    for slices in (1, 2, 4, 8, 16, None) if tokens <= 1024 else (1, 2, None):
-        launch = lambda s=slices: route(x, router, bias, shape.rules, num_tokens, choice, weight, slices=s)  # noqa: E731
-        times[slices] = time_us([launch] * 10, 0.01)
-    row = "  ".join(f"{'as chosen' if s is None else s}: {us:6.1f}" for s, us in times.items())
-    print(f"router {shape.name} T {tokens:5}, us by slices  {row}", flush=True)
 
 
 def tile_name(t: Tiles) -> str:
@@ -256,7 +219,7 @@ def print_row(case: Case, best: tuple[float, str], chosen: float) -> None:
     )
 
 
-Job = tuple[Shape, int, Plan | int | None, torch.dtype]
+Job = tuple[Shape, int, Plan | None, torch.dtype]
 
 
 def jobs() -> list[Job]:
@@ -276,7 +239,6 @@ def jobs() -> list[Job]:
                         down=down or mode.down[-1],
                     )
                     found[(shape, few, plan, torch.bfloat16)] = None
-        found.update({(shape, 64, slices, torch.bfloat16): None for slices in (1, 2, 4, 8, 16)})
         found.update({(shape, tokens, None, torch.bfloat16): None for tokens in (1, 16, 64, 65, 300, 700, 1000, 4000)})
     found.update({(TINY, tokens, None, d): None for tokens in (3, 300) for d in (torch.float16, torch.float32)})
     return list(found)
@@ -284,17 +246,13 @@ def jobs() -> list[Job]:
 
 def compile_in_child(job: Job) -> None:
     """Leaves the kernels in Triton's cache on disk: one launch in which no expert is hit."""
-    shape, tokens, what, dtype = job
-    if isinstance(what, int):
-        x, router, bias, *outputs = router_inputs(shape, tokens)
-        route(x, router, bias, shape.rules, *outputs, slices=what)
-        return
+    shape, tokens, plan, dtype = job
     # Memory that nobody reads: only sizes matter.
     gate_up = torch.empty(shape.local, 2 * shape.inner, shape.hidden, device=GPU, dtype=dtype)
     down = torch.empty(shape.local, shape.hidden, shape.inner, device=GPU, dtype=dtype)
     case = Case(shape, tokens, gate_up, down, sets=1, first=1 << 20)
     try:
-        grouped_experts(*case.arguments(0), plan=what)
+        grouped_experts(*case.arguments(0), plan=plan)
     except OutOfResources:
         pass
     torch.cuda.synchronize()
@@ -303,6 +261,8 @@ def compile_in_child(job: Job) -> None:
 def main() -> int:
     if "--hopper" in sys.argv[1:]:
         return experts_hopper.main()
+    if "--cuts" in sys.argv[1:]:
+        return experts_cuts.main()
     start = time.perf_counter()
     torch.cuda.init()
     with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -311,7 +271,6 @@ def main() -> int:
     print(f"compiled {len(todo)} in {time.perf_counter() - start:.0f} s", flush=True)
     torch.manual_seed(time.time_ns())
     checks = Checks()
-    check_router(checks)
     check_experts(checks)
     check_and_time_rows(checks)
     print(f"checked after {time.perf_counter() - start:.0f} s: {checks.failed} wrong", flush=True)
@@ -321,7 +280,6 @@ def main() -> int:
             if time.perf_counter() - start > BUDGET_S:
                 print(f"{shape.name} T {tokens}: out of time")
                 continue
-            time_router(shape, tokens)
             case = Case(shape, tokens, *tensors, sets=8 if tokens <= 64 else 3 if tokens <= 2048 else 1)
             sweep(checks, case, start + BUDGET_S)
         del tensors

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import triton
 
-from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference, prefill_sdpa
+from perf import prefill_sdpa
+from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference
 from splash_plugins.mla_attention.gather_kernel import gather_rows
 from splash_plugins.mla_attention.prefill_kernel import Blocks, _prefill_kernel, prefill
 from splash_plugins.mla_attention.reference import mla_prefill

@@ -70,7 +70,7 @@ def lines(result: Result) -> dict[str, dict[str, Line]]:
 
 
 def plot(result: Result, path: Path, columns: int = 3) -> None:
-    """One panel per value of view.panels, one line per value of view.series; both axes logarithmic."""
+    """One panel per value of view.panels, one line per value of view.series; axes are logarithmic where they can be."""
     from matplotlib.figure import Figure
 
     panels = lines(result)
@@ -80,7 +80,8 @@ def plot(result: Result, path: Path, columns: int = 3) -> None:
     for axis, (title, series) in zip(axes, panels.items(), strict=False):
         for name, (x, y) in series.items():
             axis.plot(x, y, marker="o", ms=3, label=name)
-        axis.set(xscale="log", yscale="log", xlabel=result.view.x, ylabel=result.view.y)
+        scales = [_scale([value for line in series.values() for value in line[i]]) for i in (0, 1)]
+        axis.set(xscale=scales[0], yscale=scales[1], xlabel=result.view.x, ylabel=result.view.y)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -88,6 +89,10 @@ def plot(result: Result, path: Path, columns: int = 3) -> None:
         axis.set_axis_off()
     figure.suptitle(result.title)
     figure.savefig(path, dpi=80, metadata={"Software": None})
+
+
+def _scale(values: Sequence[float]) -> str:
+    return "log" if max(values) > 0 and min(values) >= 0 else "linear"
 
 
 def write_report(path: Path) -> tuple[Path, Path]:

@@ -1,82 +1,19 @@
-"""The command `splash-trt`. A command is loaded when it is used: none waits for what another needs, as torch."""
+"""The command `splash-trt`, and what Ctrl-C does to it from the first import on."""
 
 from __future__ import annotations
 
 import sys
-import time
 from typing import NoReturn
 
-import click
-
-from splash_trt import __version__, environment
-from splash_trt.commands.lazy import Entry, LazyGroup
-
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-OTHERS_WAIT_S = 20.0  # for rank 0 to say what is wrong, upon whose end mpirun ends the others
-
-# Each help is the first sentence of the command's own.
-COMMANDS = {
-    "build": Entry(
-        "splash_trt.commands.engines:build_command",
-        "Make an engine: one folder for any number of ranks and every layout.",
-    ),
-    "calibrate": Entry(
-        "splash_trt.commands.calibrate:calibrate_command",
-        "Measure steps under every layout, and fit the description of this machine that the scheduler reckons with.",
-    ),
-    "capacity": Entry(
-        "splash_trt.capacity.command:capacity_command",
-        "Say how much cache each layout has beside the weights.",
-    ),
-    "inspect": Entry(
-        "splash_trt.commands.engines:inspect_command",
-        "Say what an engine holds.",
-    ),
-    "serve": Entry(
-        "splash_trt.commands.serve:serve_command",
-        "Serve over HTTP, with ranks of our own (--ranks N) or as ranks of an mpirun.",
-    ),
-    "serve-rank": Entry(
-        "splash_trt.commands.serve:rank_command",
-        "One rank of a supervised run; started by `serve` through mpirun.",
-        hidden=True,
-    ),
-    "simulate": Entry(
-        "splash_trt.simulate.command:simulate_command",
-        "Compare layouts, and following the load, on devices that need not be there.",
-    ),
-    "top": Entry(
-        "splash_trt.top.command:top_command",
-        "Show a server's layout, load, cache and switches; Ctrl-C ends it.",
-    ),
-    "triton-repo": Entry(
-        "splash_trt.triton_backend.command:triton_repo",
-        "Write a model repository with which Triton Inference Server serves what `splash-trt serve` does.",
-    ),
-}
 
 
 def main() -> NoReturn:
-    """The command line. What a user got wrong is one line on stderr and exit code 2."""
+    """Never a traceback for Ctrl-C: commands that run for long end in order, all else with one line and code 130."""
     try:
-        sys.exit(commands.main(prog_name="splash-trt", standalone_mode=False))
-    except click.ClickException as error:
-        _refuse(error.format_message())
-    except click.Abort:
+        from splash_trt.commands.group import run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("splash-trt: interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
-
-
-@click.group(cls=LazyGroup, table=COMMANDS)
-@click.version_option(__version__, prog_name="splash-trt")
-def commands() -> None:
-    """Serve a latent-attention model under four attention layouts, and switch between them while requests run."""
-
-
-def _refuse(message: str) -> NoReturn:
-    rank = environment.mpi_rank()
-    if rank != 0:
-        time.sleep(OTHERS_WAIT_S)  # rank 0 knows the same, and once is enough
-    place = f"rank {rank}: " if rank != 0 else ""
-    sys.stderr.write(f"splash-trt: {place}{' '.join(message.split())}\n")
-    sys.exit(EXIT_USAGE)

@@ -29,6 +29,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 RUN_ON = ("cpu", "gpu")
 SIMULATED_ROUTING = ("", "uniform")
 OPERATORS = ("auto", "own")
+EXPERTS_CUTS = ("whole", "inside")
 FORMATS = (*DTYPES, "fp8")
 
 
@@ -109,8 +110,14 @@ class EngineConfig:
     simulate_routing: str = ""
     """For performance work with random weights, whose routers prefer few experts: "uniform" replaces each token's
     choice of experts by a uniformly random one, which its layer, position and id decide alone. Outputs are nonsense."""
+    experts_cut: str = "whole"
+    """How routed experts are cut over the ranks: "whole", each on one rank, or "inside", a slice of every expert's
+    intermediate size on each rank, so that all ranks read the same bytes whichever experts a step's tokens choose."""
     operators: str = "auto"
     """On GPUs: "own" kernels alone, or "auto": TensorRT-LLM's operators too, where they are right and faster."""
+    capture_ahead: bool = True
+    """On GPUs: likely steps are captured at the start, for about a minute. False: each when it comes for the second
+    time, for measurements that need few."""
 
     def __post_init__(self) -> None:
         for layout in (self.layout, *self.layouts):
@@ -121,6 +128,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("run_on", RUN_ON),
             ("simulate_routing", SIMULATED_ROUTING),
+            ("experts_cut", EXPERTS_CUTS),
             ("operators", OPERATORS),
         ):
             if getattr(self, field) not in allowed:

@@ -251,7 +251,8 @@ class Frontends:
                 child.process.send_signal(signal.SIGTERM)
 
     def _ended(self, number: int, code: int) -> None:
-        if self._closing or (self._ending and code == 0):
+        # One that is still being loaded has no answer to SIGTERM of its own.
+        if self._closing or (self._ending and code in (0, -signal.SIGTERM)):
             return
         what = f"{self._name(number)} {how_it_ended(code)}"
         if not self._restarts or self._ending or code == EXIT_USAGE or self._dies_often():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,14 +32,20 @@ class Size(click.ParamType):
             self.fail(f"{value!r} is no size; write bytes, or a number with K, M, G or T, such as 4G", param, ctx)
 
 
-class FiniteRange(click.FloatRange):
-    """A FloatRange without NaN, which every comparison of click's lets through, and without infinities."""
+class Number(click.FloatRange):
+    """Numbers from (above: greater than) least to most. All options that take one have this type: NaN, which every
+    comparison of click's own lets through, is none of them."""
+
+    def __init__(self, least: float, most: float, *, above: bool = False) -> None:
+        super().__init__(least, most, min_open=above)
+        self._least, self._most, self._above = least, most, above
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number", param, ctx)
-        return float(number)
+        number = float(click.FLOAT.convert(value, param, ctx))
+        if not self._least <= number <= self._most or (self._above and number == self._least):
+            allowed = f"{'greater than' if self._above else 'from'} {self._least:.15g} to {self._most:.15g}"
+            self.fail(f"{value!r} is not a number {allowed}", param, ctx)
+        return number
 
 
 def format_of(name: str) -> str:
@@ -55,7 +60,7 @@ def formats_of(*, weights: str | None, attention: str | None, cache: str | None)
 
 
 def or_fail(act: Callable[[], Any]) -> Any:
-    """act(), or its error as one that `cli.main` says in one line, with an option by the name that the user gave it."""
+    """act(), or its error as one that is said in one line, with an option by the name that the user gave it."""
     try:
         return act()
     except (ValueError, OSError) as error:

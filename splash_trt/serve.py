@@ -72,6 +72,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None
     step_deadline_s: float = 60.0
     simulate_routing: str | None = None
+    experts_cut: str = "whole"
     operators: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -142,6 +143,7 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
         layout=Layout.TP if auto else Layout.parse(options.layout),
         layouts=tuple(Layout),
         simulate_routing=options.simulate_routing or "",
+        experts_cut=options.experts_cut,
         operators=options.operators,
         page_tokens=options.page_tokens,
         max_context=options.max_context,

@@ -70,10 +70,6 @@ class NetworkEngine:
         inputs = {"ids": ids.to(torch.int32), "first_id": self._first_id}
         return self._summed(self._run("embed", None, len(ids), inputs), len(ids), counts)
 
-    def attention_norm(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The norm is the first operation of attention_in's network."""
-        return hidden
-
     def attention_in(
         self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

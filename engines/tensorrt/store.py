@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -64,7 +65,7 @@ def _stored(name: str, checked: bytes, num_bytes: int) -> StoredFile:
 
 
 def has_plans(folder: Path) -> bool:
-    return (folder / FOLDER / INDEX).is_file()
+    return os.path.isfile(folder / FOLDER / INDEX)
 
 
 def read_plans(folder: Path) -> PlanSet:

@@ -44,14 +44,17 @@ def bench_config(
     page_tokens: int = PAGE_TOKENS,
     run_on: str = "cpu",
     simulate_routing: str = "",
+    experts_cut: str = "whole",
 ) -> EngineConfig:
     """With room for cache_tokens in every layout: the arena is as large as the fullest rank's needs."""
     config = EngineConfig(
         num_ranks=num_ranks,
         run_on=run_on,
+        capture_ahead=False,  # cells are few, and run once before they are timed
         layout=Layout.DP,
         layouts=tuple(Layout),
         simulate_routing=simulate_routing,
+        experts_cut=experts_cut,
         dtype=dtype,
         page_tokens=page_tokens,
         max_running=max_running,
@@ -84,6 +87,8 @@ class Bench:
         usable.normal_(generator=torch.Generator(usable.device).manual_seed(SEED))
         self._random = np.random.default_rng(SEED)
         self._count = 0
+        self.idle = 0.0
+        """Share of the last block of decode steps in which rank 0's device had none, by the device's clock."""
 
     def follow(self) -> None:
         """Ranks other than 0: until rank 0's `release`."""
@@ -105,12 +110,14 @@ class Bench:
             orchestrator.add(request)
         while not source.filled:
             orchestrator.step()
-        times = []
+        times, busy = [], 0.0
         for step in range(warmup + steps):
             begin = time.perf_counter()
-            orchestrator.step()
+            turn = orchestrator.turn()
             if step >= warmup:
                 times.append(time.perf_counter() - begin)
+                busy += turn.seconds
+        self.idle = 1 - busy / sum(times)
         for request in requests:
             orchestrator.cancel(request.id)
         _finish(orchestrator)
@@ -153,9 +160,7 @@ class Bench:
         ).request_tokens
         scheduler = Scheduler(
             config,
-            sizes=dataclasses.replace(
-                model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)
-            ),
+            sizes=dataclasses.replace(model_sizes(self.model, config), pages=dict.fromkeys(Residency, self._pages)),
             request_tokens=room,
             vocab_size=self.model.vocab_size,
             max_context=self.model.max_positions,

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
@@ -32,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """A folder of perf/configs, or the path of another."""
     simulate_routing: str
+    """EngineConfig's."""
+    experts_cut: str
     """EngineConfig's."""
     check_dtype: str
     layouts: tuple[str, ...]
@@ -62,7 +65,7 @@ def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
     layouts = [Layout.parse(name) for name in settings.layouts]
-    tokens = check(world, layouts, settings.check_dtype, settings.run_on)
+    tokens = check(world, layouts, settings.check_dtype, settings.run_on, settings.experts_cut)
     decode: list[Row] = []
     prefill: list[Row] = []
     for dtype in settings.dtypes:
@@ -78,6 +81,7 @@ def measure(world: World, settings: Settings) -> Findings:
             max_batch_tokens=settings.max_batch_tokens,
             run_on=settings.run_on,
             simulate_routing=settings.simulate_routing,
+            experts_cut=settings.experts_cut,
         )
         bench = Bench(world, folder, config)
         if world.rank:
@@ -94,7 +98,9 @@ def measure(world: World, settings: Settings) -> Findings:
     return Findings(decode=decode, prefill=prefill, tokens=tokens)
 
 
-def check(world: World, layouts: list[Layout], dtype: str, run_on: str) -> dict[str, list[list[int]]]:
+def check(
+    world: World, layouts: list[Layout], dtype: str, run_on: str, experts_cut: str = "whole"
+) -> dict[str, list[list[int]]]:
     """Greedy continuations of a tiny model, per layout; on rank 0."""
     model = load_config(CONFIGS / "tiny")
     config = bench_config(
@@ -105,6 +111,7 @@ def check(world: World, layouts: list[Layout], dtype: str, run_on: str) -> dict[
         max_batch_tokens=96,
         page_tokens=16,
         run_on=run_on,
+        experts_cut=experts_cut,
     )
     bench = Bench(world, CONFIGS / "tiny", config)
     if world.rank:
@@ -120,12 +127,18 @@ def _decode_cell(bench: Bench, layouts: list[Layout], batch: int, context: int, 
     first = {layout: bench.decode(layout, batch=batch, context=context, steps=1, warmup=1) for layout in layouts}
     steps = max(2, min(settings.steps, int(settings.round_s / max(times[0] for times in first.values()))))
 
+    idle: dict[str, list[float]] = {layout.name.lower(): [] for layout in layouts}
+
     def sample(layout: Layout) -> list[float]:
-        return bench.decode(layout, batch=batch, context=context, steps=steps, warmup=settings.warmup_steps)
+        times = bench.decode(layout, batch=batch, context=context, steps=steps, warmup=settings.warmup_steps)
+        idle[layout.name.lower()].append(bench.idle)
+        return times
 
     variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
     rounds = interleave(variants, warmup=0, repeats=settings.rounds)
     rows = _rows(bench, rounds, batch, {"context": context, "batch": batch})
+    for row in rows:
+        row["idle"] = round(median(idle[str(row["layout"])]), 4)
     _say(_line(rows, f"context {context:5d} batch {batch:3d}"))
     return rows
 
@@ -134,8 +147,12 @@ def _prefill_cell(bench: Bench, layouts: list[Layout], prompt: int, settings: Se
     def sample(layout: Layout) -> list[float]:
         return bench.prefill(layout, prompt)
 
-    for layout in layouts:  # on a GPU a first run compiles and finds its memory
-        bench.prefill(layout, prompt if settings.run_on == "gpu" else 64)
+    for layout in layouts:
+        if settings.run_on == "gpu":  # a first run compiles, a second one is captured
+            bench.prefill(layout, prompt)
+            bench.prefill(layout, prompt)
+        else:
+            bench.prefill(layout, 64)
     variants = {layout.name.lower(): partial(sample, layout) for layout in layouts}
     rounds = interleave(variants, warmup=0, repeats=settings.rounds)
     rows = _rows(bench, rounds, prompt, {"prompt": prompt})
@@ -164,7 +181,9 @@ def _rows(bench: Bench, rounds: dict[str, list[list[float]]], tokens: int, cell:
 
 
 def _line(rows: list[Row], cell: str) -> str:
-    return f"  {cell}: " + ", ".join(f"{row['layout']} {row['median_ms']:.1f} ms" for row in rows)
+    told = [f"{row['layout']} {row['median_ms']:.2f} ms" for row in rows]
+    idle = max((float(row["idle"] or 0) for row in rows if "idle" in row), default=None)
+    return f"  {cell}: {', '.join(told)}" + ("" if idle is None else f"; device idle {idle:.1%} at most")
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from perf.engines.bench import model_folder
 from perf.engines.step_ranks import CHECK_PROMPTS, CHECK_TOKENS, Findings, Settings
 from perf.floor import Floor
 from splash_trt import environment
-from splash_trt.config import SIMULATED_ROUTING, EngineConfig, Layout
+from splash_trt.config import EXPERTS_CUTS, SIMULATED_ROUTING, EngineConfig, Layout
 from splash_trt.launch import mpirun_command
 from splash_trt.models.families import load_config
 from splash_trt.scheduler.devices import load_device
@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
     parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
+    parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)
     parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")
     parser.add_argument("--layouts", nargs="+", default=["tp", "dp", "cp", "dop"], help="the first must be tp")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

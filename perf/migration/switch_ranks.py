@@ -1,7 +1,7 @@
 """One rank's program of the switch benchmark; switches.py starts it under mpirun.
 
-Rank 0 serves a steady batch of decodes and goes round all 12 pairs of layouts, several times. Arguments: a JSON file
-with Settings, and the file to which rank 0 writes its Findings.
+Rank 0 serves a steady batch of decodes and goes round all 12 pairs of layouts, several times, for each context and
+budget, all on one deployment. Arguments: a JSON file with Settings, and the file to which rank 0 writes its Findings.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ STATES = ("preparing", "migrating", "armed", "retiring")
 KINDS = ("weights", "pages", "new_rows")
 SEED = 1
 WARMUP = 4  # steps after a switch that count for nothing
+SWITCH_STEPS = 100  # of one switch, that there is cache for
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """migration_bytes."""
     max_slowdown: float
     """migration_max_slowdown; where it is large the budget never shrinks."""
+    switch_deadline_s: float
+    """EngineConfig's."""
     rounds: int
     """Tours; the first one is thrown away."""
     around: int
@@ -161,21 +164,23 @@ def measure(world: World, settings: Settings) -> Findings:
     rows: list[Row] = []
     slowdowns: list[float] = []
     variations: list[float] = []
-    for budget, context in itertools.product(settings.budgets, settings.contexts):
-        served = Served(
-            world,
-            model_folder(settings.model),
-            cache_tokens=settings.batch * (context + 64 * settings.around * settings.rounds),
-            run_on=settings.run_on,
-            simulate_routing=settings.simulate_routing,
-            max_batch_tokens=settings.max_batch_tokens,
-            dtype=settings.dtype,
-            max_running=settings.batch,
-            migration_bytes=budget,
-            migration_max_slowdown=settings.max_slowdown,
-            switch_deadline_s=600.0,
-        )
-        if world.rank == 0:
+    grown = len(TOUR) * settings.rounds * (WARMUP + settings.around + SWITCH_STEPS)
+    served = Served(
+        world,
+        model_folder(settings.model),
+        cache_tokens=settings.batch * (max(settings.contexts) + grown),
+        run_on=settings.run_on,
+        capture_ahead=False,  # of the many shapes few come here, all in the first tour
+        simulate_routing=settings.simulate_routing,
+        max_batch_tokens=settings.max_batch_tokens,
+        dtype=settings.dtype,
+        max_running=settings.batch,
+        migration_max_slowdown=settings.max_slowdown,
+        switch_deadline_s=settings.switch_deadline_s,
+    )
+    if world.rank == 0:
+        for budget, context in itertools.product(settings.budgets, settings.contexts):
+            served.orchestrator.scheduler.switcher.begin_with(budget)
             found, watched = _tours(served, settings, context, budget)
             rows += found
             for row, seen in zip(found, watched, strict=True):
@@ -183,7 +188,7 @@ def measure(world: World, settings: Settings) -> Findings:
                 row["device_slowdown"] = median(slower) if slower else None
                 slowdowns += slower
                 variations += seen.variations
-            served.release()
+        served.release()
     return Findings(rows=rows, slowdowns=slowdowns, variations=variations, switched=runs[0], plain=runs[1])
 
 
@@ -219,9 +224,10 @@ def _tours(served: Served, settings: Settings, context: int, budget: int) -> tup
     """One of each for every switch that counts."""
     orchestrator, random = served.orchestrator, np.random.default_rng(SEED)
     wish = SamplingParams(max_tokens=served.model.max_positions, ignore_eos=True)
-    for i in range(settings.batch):
+    names = [f"{budget}.{context}.{i:04d}" for i in range(settings.batch)]
+    for name in names:
         prompt = tuple(random.integers(0, served.model.vocab_size, context).tolist())
-        orchestrator.add(Request(id=f"{i:04d}", prompt=prompt, sampling=wish))
+        orchestrator.add(Request(id=name, prompt=prompt, sampling=wish))
     while orchestrator.scheduler.num_waiting:
         orchestrator.step()
     rows: list[Row] = []
@@ -229,13 +235,16 @@ def _tours(served: Served, settings: Settings, context: int, budget: int) -> tup
     for tour in range(settings.rounds):
         for source, target in itertools.pairwise(TOUR):
             found, seen = _switch(served, source, target, settings.around)
+            pair = f"{source.name.lower()}-{target.name.lower()}"
+            _say(f"  {pair}: {found['device_step_ms']:.2f} ms, {found['migrating_steps']} steps, "
+                 f"{found['rate_gb_s'] or 0:.2f} GB/s, stall {found['stall_ms']} ms")  # fmt: skip
             if tour:
                 cell = {"ranks": settings.ranks, "budget_kib": budget // 1024, "context": context}
-                rows.append({**cell, "pair": f"{source.name.lower()}-{target.name.lower()}", **found})
+                rows.append({**cell, "pair": pair, **found})
                 watched.append(seen)
         _say(f"N={settings.ranks} budget {budget >> 10} KiB context {context}: tour {tour + 1} of {settings.rounds}")
-    for i in range(settings.batch):
-        orchestrator.cancel(f"{i:04d}")
+    for name in names:
+        orchestrator.cancel(name)
     while not orchestrator.idle:
         orchestrator.step()
     return rows, watched

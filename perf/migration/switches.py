@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--budgets", type=int, nargs="+", default=[1 << 20], help="migration_bytes at the start")
     parser.add_argument("--max-slowdown", type=float, default=1000.0, help="at which budgets shrink; by default never")
+    parser.add_argument("--switch-deadline-s", type=float, default=600.0, help="a switch that takes longer fails")
     parser.add_argument("--rounds", type=int, default=4, help="tours of all pairs, the first of which is thrown away")
     parser.add_argument("--quick", dest="check", action="store_false", help="print a summary; no check, no results")
     parser.add_argument("--around", type=int, default=8, help="steps before each switch")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from perf import harness
 from perf.floor import Floor
+from perf.serving.server import Server, Started
 from splash_trt.config import EngineConfig
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
@@ -19,15 +22,22 @@ LAYOUTS = ("tp", "dp", "cp", "dop")
 AUTO = "auto"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """What says how a server is started."""
     parser.add_argument("--model", type=Path, default=harness.ROOT / "models" / "splash-tiny",
                         help="folder with a config.json; weights are random")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--run-on", default="auto", choices=["auto", "cpu", "gpu"])
     parser.add_argument("--dtype", default=None)
+    parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of `splash-trt serve`, as one word")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_server_options(parser)
+    parser.add_argument("--at", type=Path, default=None, metavar="FILE",
+                        help="of perf.serving.hold: its server, of the same flags; default: our own")  # fmt: skip
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS, AUTO], choices=[*LAYOUTS, AUTO])
     parser.add_argument("--processes", type=int, default=4, help="of clients")
-    parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of `splash-trt serve`, as one word")
     parser.add_argument("--floor", default=None, metavar="DEVICE",
                         help="whose floors stand beside the numbers: a built-in description or a file")  # fmt: skip
     parser.add_argument("--name", default=None, help="of the result")
@@ -44,6 +54,24 @@ def flags(options: argparse.Namespace) -> list[str]:
     return out + shlex.split(options.serve)
 
 
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What perf.serving.hold writes of its server."""
+
+    port: int
+    flags: list[str]
+
+
+def server(options: argparse.Namespace) -> contextlib.AbstractContextManager[Server]:
+    """One of our own, or that of --at; ValueError if that one has other flags than the result would tell of."""
+    wanted = flags(options)
+    if options.at is None:
+        return Started(wanted)
+    held = msgspec.json.decode(options.at.read_bytes(), type=Held)
+    if held.flags != wanted:
+        raise ValueError(f"at: the server was started with {shlex.join(held.flags)}, not {shlex.join(wanted)}")
+    return contextlib.nullcontext(Server(held.port))
+
+
 def floor_of(options: argparse.Namespace, model: ModelConfig) -> Floor | None:
     if options.floor is None:
         return None
@@ -55,12 +83,20 @@ def model_of(options: argparse.Namespace) -> ModelConfig:
     return load_config(options.model)
 
 
-def provenance(options: argparse.Namespace, module: str, arguments: list[str]) -> harness.Provenance:
-    """Folders by their names, and the model's config.json in full: where they lie on a machine is nobody's matter."""
-    config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
+def provenance(
+    options: argparse.Namespace, module: str, arguments: list[str], done: Collection[str]
+) -> harness.Provenance:
+    """Folders by their names, and the model's config.json in full: where they lie on a machine is nobody's matter.
+
+    done: the layouts that were measured; the remark says which were not.
+    """
+    missing = [layout for layout in options.layouts if layout not in done]
+    remark = options.remark + (f"; not measured: {', '.join(missing)}" if missing else "")
+    config = {name: value for name, value in vars(options).items() if name not in ("at", "remark", "results")}
     folders = {name: value for name, value in config.items() if isinstance(value, Path)}
     config |= {name: value.name for name, value in folders.items()}
     config["model_config"] = msgspec.json.decode((options.model / "config.json").read_bytes())
     told = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    told = harness.without(told, "--at", str(options.at))
     short = {str(value): value.name for value in folders.values()}
-    return harness.provenance(config, module, [short.get(word, word) for word in told], options.remark)
+    return harness.provenance(config, module, [short.get(word, word) for word in told], remark)

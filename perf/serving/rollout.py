@@ -2,7 +2,8 @@
 
 All prompts are sent at once, and all answers must end. Lengths are log-normal; clients ask for the longest one's and
 leave when theirs has come, so that the server does not know them. Layouts are pinned in turn, then auto follows the
-load. With --step-times the ceiling stands beside it. Writes perf/results/serving/<name>.{json,md,png}.
+load. With --step-times the ceiling stands beside it; add_ceiling.py adds it later. Writes
+perf/results/serving/<name>.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -41,10 +42,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def lengths(options: argparse.Namespace) -> list[int]:
+def lengths(*, prompts: int, median: int, sigma: float, most: int) -> list[int]:
     """Of the answers; the same in every run."""
-    drawn = np.random.default_rng(SEED).lognormal(np.log(options.median), options.sigma, options.prompts)
-    return np.clip(np.rint(drawn), 1, options.most).astype(int).tolist()
+    drawn = np.random.default_rng(SEED).lognormal(np.log(median), sigma, prompts)
+    return np.clip(np.rint(drawn), 1, most).astype(int).tolist()
+
+
+def ceiling_rows(times: StepTimes, prompt: int, outputs: Sequence[int], rounds: int) -> list[harness.Row]:
+    """How long it would take where every step had the fastest layout: the same in every round."""
+    seconds = round(rollout_s(times, prompt, outputs, times.layouts), 3)
+    return [{"load": "rollout", "round": r + 1, "layout": CEILING, "seconds": seconds} for r in range(rounds)]
 
 
 def run_once(
@@ -83,33 +90,41 @@ def all_told(rows: Sequence[harness.Row], tokens: int) -> str:
     return f"all answers of {len(rows)} runs were whole, {tokens} tokens in each run"
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = parse(arguments)
-    model = deployment.model_of(options)
-    outputs = lengths(options)
-    wishes = [Wish(options.prompt, length, max(options.most, length + 1)) for length in outputs]
-    measured: list[harness.Row] = []
-    with Server(deployment.flags(options)) as server:
-        once = functools.partial(run_once, server, options, wishes, model.vocab_size)
-        for turn in range(options.rounds):
-            for number, label in enumerate(options.layouts):
-                measured.append({"load": "rollout", "round": turn + 1, **once(label, 100 * turn + number)})
-    check = harness.checked("answers have their lengths", lambda: all_told(measured, sum(outputs)))
+def result_of(
+    options: argparse.Namespace, arguments: Sequence[str], measured: Sequence[harness.Row], outputs: Sequence[int]
+) -> harness.Result:
+    """Of the runs so far."""
+    rows = list(measured)
     if options.step_times is not None:
         times = StepTimes.read(options.step_times, options.ranks, options.step_times_prefix)
-        seconds = rollout_s(times, options.prompt, outputs, times.layouts)
-        rounds = range(1, options.rounds + 1)
-        measured += [{"load": "rollout", "round": r, "layout": CEILING, "seconds": round(seconds, 3)} for r in rounds]
-    result = harness.Result(
+        rows += ceiling_rows(times, options.prompt, outputs, options.rounds)
+    done = {str(row["layout"]) for row in measured}
+    return harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="serving",
         name=options.name or "rollout",
         title="A rollout's makespan in seconds (auto's over it)",
-        provenance=deployment.provenance(options, "perf.serving.rollout", list(arguments)),
-        check=check,
+        provenance=deployment.provenance(options, "perf.serving.rollout", list(arguments), done),
+        check=harness.checked("answers have their lengths", lambda: all_told(measured, sum(outputs))),
         view=VIEW,
-        rows=with_ratios(measured),
+        rows=with_ratios(rows),
     )
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    model = deployment.model_of(options)
+    outputs = lengths(prompts=options.prompts, median=options.median, sigma=options.sigma, most=options.most)
+    wishes = [Wish(options.prompt, length, max(options.most, length + 1)) for length in outputs]
+    measured: list[harness.Row] = []
+    with deployment.server(options) as server:
+        once = functools.partial(run_once, server, options, wishes, model.vocab_size)
+        for turn in range(options.rounds):
+            for number, label in enumerate(options.layouts):
+                measured.append({"load": "rollout", "round": turn + 1, **once(label, 100 * turn + number)})
+                result = result_of(options, arguments, measured, outputs)
+                if result.check.passed:  # whatever comes after it
+                    report.publish(result, options.results)
     print(report.markdown(result))
     report.publish(result, options.results)
     return 0

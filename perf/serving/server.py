@@ -1,4 +1,4 @@
-"""A `splash-trt serve` of our own for the time of a benchmark."""
+"""What a benchmark asks of a `splash-trt serve`, and one of our own for its time."""
 
 from __future__ import annotations
 
@@ -22,42 +22,16 @@ SWITCH_S = 120.0
 METRICS_S = 10.0
 END_S = 60.0
 ASK_S = 120.0
+FRONTENDS_S = 2.5  # within which each has told the others its numbers
 MODEL_NAME = "model"
 
 
 class Server:
-    """Started with these flags of `splash-trt serve`, and waited for; a context manager that ends it."""
+    """One on this host that is ready."""
 
-    def __init__(self, flags: Sequence[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "splash_trt", "serve", *flags, "--port", str(self.port)]
-        self._process = subprocess.Popen(
-            [*command, "--name", MODEL_NAME],
-            cwd=harness.ROOT,
-            env=environment.for_child() | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            _wait_until(self._ready, START_S, "the server is not ready")
-        except BaseException:
-            self._kill()
-            raise
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._kill()
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """Status and body of the answer."""
@@ -96,6 +70,19 @@ class Server:
                 return told
             time.sleep(0.2)
 
+    def settled_output_tokens(self) -> int:
+        """The same of a server that may have served before, when all frontends have told the last ones."""
+        told, before = self.output_tokens(at_least=0), -1
+        while told != before:
+            time.sleep(FRONTENDS_S)
+            told, before = self.output_tokens(at_least=0), told
+        return told
+
+    def cache_tokens(self, layout: str) -> int | None:
+        """Room in that layout, over all ranks; None for "auto"."""
+        room = self.get("/v1/layout")["capacity"].get(layout)
+        return None if room is None else int(room["tokens_total"])
+
     def wait_until_idle(self) -> None:
         _wait_until(self._idle, SWITCH_S, "requests are left")
 
@@ -108,6 +95,44 @@ class Server:
     def _idle(self) -> bool:
         status = self.get("/v1/layout")["status"]
         return bool(status["running"] == status["waiting"] == 0 and status["switch"] == "steady")
+
+
+class Started(Server):
+    """Started with these flags of `splash-trt serve`, and waited for; a context manager that ends it."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            super().__init__(probe.getsockname()[1])
+        command = [sys.executable, "-m", "splash_trt", "serve", *flags, "--port", str(self.port)]
+        self._process = subprocess.Popen(
+            [*command, "--name", MODEL_NAME],
+            cwd=harness.ROOT,
+            env=environment.for_child() | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _wait_until(self._ready, START_S, "the server is not ready")
+        except BaseException:
+            self._kill()
+            raise
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+
+    def wait_until_ended(self) -> None:
+        """It should not end by itself."""
+        self._process.wait()
 
     def _ready(self) -> bool:
         if self._process.poll() is not None:

@@ -17,7 +17,7 @@ from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks, sort_pairs
-from splash_plugins.grouped_experts.tiles import FETCH_TOKENS, MAX_PAIRS, Plan, Tiles, choose
+from splash_plugins.grouped_experts.tiles import FETCH_TOKENS, MAX_PAIRS, Plan, Tiles, choose, measured_pairs
 from splash_plugins.overlap_kernel import overlap
 
 COMBINE_BLOCK = 1024
@@ -35,13 +35,15 @@ def grouped_experts(
     out: torch.Tensor,
     plan: Plan | None = None,
     ready: Ready | None = None,
+    all_here: bool = False,
 ) -> None:
     """As plugins/grouped_experts/reference.py's sum_of_experts; fills out [T, D], which may be addend itself.
 
     choice [T, k] int32 and weight [T, k] float32, gate_up and down are contiguous; rows of x, addend and out too. All
     of one dtype: bfloat16, float16 or float32. plan: how, where the measured choice for these shapes is not wanted.
     ready: called once before the launch of what reads addend, which may be written beside what comes before that, on a
-    stream that ready has the current one wait for.
+    stream that ready has the current one wait for. all_here: every pair's expert is here, as where experts are cut
+    inside; the choice expects more rows for each of them.
     """
     num_tokens, top_k = choice.shape
     if num_tokens == 0:
@@ -52,9 +54,11 @@ def grouped_experts(
     part = max(1, MAX_PAIRS // top_k)
     for begin in range(0, num_tokens, part):
         rows = slice(begin, min(num_tokens, begin + part))
-        chosen = plan or choose(rows.stop - begin, top_k, num_experts, width, inner, x.element_size(), device)
+        sizes = (rows.stop - begin, top_k, num_experts, width, inner, x.element_size())
+        chosen = plan or choose(*sizes, device, all_here)
         tail = addend[rows] if addend is not None else None
-        fits = plan is None and hopper_kernel.is_chosen(x[rows], gate_up, down, choice[rows].numel())
+        pairs = measured_pairs(choice[rows].numel(), all_here)
+        fits = plan is None and hopper_kernel.is_chosen(x[rows], gate_up, down, pairs)
         rest = (x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
         if chosen.few:
             _few(chosen, *rest)

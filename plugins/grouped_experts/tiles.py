@@ -55,8 +55,8 @@ class Device:
     tma: bool
 
 
-# Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. With experts cut over
-# two ranks, half of the pairs are here.
+# Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. Measured with whole
+# experts on two ranks, where half of the pairs are here: see measured_pairs.
 TABLE = (
     (0.25, Tiles(m=16, n=16, k=128, warps=2, stages=5), Tiles(m=16, n=16, k=128, warps=2, stages=5)),
     (1, Tiles(m=16, n=32, k=128, warps=4, stages=4), Tiles(m=16, n=16, k=128, warps=2, stages=5)),
@@ -94,12 +94,24 @@ def fit(tiles: Tiles, operands: int, depth: int, width: int, itemsize: int, devi
     return replace(tiles, m=m, n=n, k=k, stages=max(1, min(stages, room)), tma=tma)
 
 
+def measured_pairs(num_pairs: int, all_here: bool) -> int:
+    """How many pairs gave an expert as many rows when the table was measured; all_here: every pair's expert is here."""
+    return 2 * num_pairs if all_here else num_pairs
+
+
 def choose(
-    num_tokens: int, top_k: int, num_experts: int, hidden: int, inner: int, itemsize: int, device: Device
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    itemsize: int,
+    device: Device,
+    all_here: bool = False,
 ) -> Plan:
-    """The measured plan for [num_tokens, top_k] choices over num_experts experts here."""
+    """The measured plan for [num_tokens, top_k] choices over num_experts experts here, or over more (all_here: not)."""
     pairs = num_tokens * top_k
-    gate_up, down = next(row[1:] for row in TABLE if pairs <= row[0] * num_experts)
+    gate_up, down = next(row[1:] for row in TABLE if measured_pairs(pairs, all_here) <= row[0] * num_experts)
     gate_up = fit(gate_up, 2, hidden, inner, itemsize, device)
     down = fit(down, 1, inner, hidden, itemsize, device)
     few = pairs <= FEW_PAIRS

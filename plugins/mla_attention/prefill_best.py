@@ -20,7 +20,8 @@ def prefill(
     lse: torch.Tensor | None,
     merge: bool,
 ) -> None:
-    """As prefill_kernel.prefill; v and rows past the segments' keys are finite."""
+    """As prefill_kernel.prefill, also in that what lies past a segment's keys may be NaN or infinite: its scores are
+    masked, and in the place of its values are zeros (the portable kernel loads them, Hopper's clears its copy)."""
     hopper = prefill_hopper_kernel.supports(q, rows, k_nope, v)
     chosen = prefill_hopper_kernel.prefill if hopper else prefill_kernel.prefill
     chosen(q, position, rows, k_nope, v, segments, tiles, scale, out, lse, merge)

@@ -275,6 +275,7 @@ def prefill(
     padded with segment NO_TILE. scale > 0. out [E, h, vd]; lse [E, h] float32, natural logarithm.
     merge=False writes out and lse, 0 and -inf for a query that sees nothing. merge=True: both hold the result over
     other keys so far, out in float32, and the two are merged by log-sum-exp. Queries in no tile are left alone.
+    Of rows, k_nope and v only a segment's keys count for its queries; what lies beside them may be NaN or infinite.
     All tensors may be slices of others; q, rows, k_nope, v and out are dense in their last dim.
     """
     heads, nope = k_nope.shape[1:]

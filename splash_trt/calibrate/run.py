@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from splash_trt.calibrate.cells import Cell, Limits, grid, random_cells
 from splash_trt.calibrate.fit import Sample, errors, fit
@@ -79,7 +80,7 @@ def calibrate(
     that has no built-in description to begin with.
     """
     on_gpu = world.device.type == "cuda"
-    gpu = this_gpu() if on_gpu else None
+    gpu = this_gpu(torch.cuda.get_device_name(world.device)) if on_gpu else None
     limits = limits or (GPU_LIMITS if on_gpu else LIMITS)
     limits = replace(limits, context=min(limits.context, model.max_positions))
     layouts = layouts if world.size > 1 else layouts[:1]

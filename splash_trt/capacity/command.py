@@ -17,7 +17,7 @@ from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
-    FiniteRange,
+    Number,
     Size,
     format_of,
     formats_of,
@@ -66,7 +66,7 @@ class LengthsOption(click.ParamType):
 @click.option("--device", help="A built-in device or a JSON file; its memory, times --memory-share, is the arena.")
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
 @click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
-@click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
+@click.option("--memory-share", type=Number(0, 1, above=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip

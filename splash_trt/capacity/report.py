@@ -17,6 +17,7 @@ from splash_trt.weights.spec import Cut, tensor_specs
 
 KINDS = {
     Cut.EXPERTS: "experts",
+    Cut.INSIDE_EXPERTS: "experts",
     Cut.INTERMEDIATE: "dense_and_shared_mlps",
     Cut.HEADS: "attention_resident",
     Cut.NONE: "replicated",
@@ -96,7 +97,7 @@ class Case:
 
 def weights_by_kind(model: ModelConfig, config: EngineConfig, rank: int) -> dict[str, int]:
     """Bytes, alignment included; without the others' heads they are the rank's `own` block."""
-    arguments = (model, rank, config.num_ranks, config.dtype, config.formats)
+    arguments = (model, rank, config.num_ranks, config.dtype, config.formats, config.experts_cut)
     found: Counter[str] = Counter(dict.fromkeys(KINDS.values(), 0))
     for shard in own_block(*arguments).shards:
         found[KINDS[shard.spec.cut]] += align(shard.num_bytes)

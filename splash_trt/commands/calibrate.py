@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from splash_trt.config import DTYPES
-from splash_trt.options import FiniteRange
+from splash_trt.options import Number
 
 
 @click.command("calibrate")
 @click.option("--engine", "folder", type=click.Path(path_type=Path), required=True, help="Engine folder.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: device-RANKS.json in the engine's folder.")
-@click.option("--minutes", type=FiniteRange(min=0.05), default=3.0, show_default=True, help="Time to measure for.")
+@click.option("--minutes", type=Number(0.05, 1440), default=3.0, show_default=True, help="Time to measure for.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
 @click.option("--run-on", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
               help="auto: GPUs where every rank has one.")  # fmt: skip

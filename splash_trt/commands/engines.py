@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,7 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
         build_plans_only(beside, out, overwrite)
         click.echo(f"Built {out}")
         return
-    with click.progressbar(length=1, label=f"Building {out.name}", file=sys.stderr) as bar:
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.length = max(1, total)
-            bar.update(done - bar.pos)
-
+    with _bar(f"Building {out.name}") as progress:
         kinds = {"self_contained": self_contained, "overwrite": overwrite}
         or_fail(lambda: build_engine(model, out, beside=beside, progress=progress, **kinds))
     click.echo(f"Built {out}")
@@ -41,32 +38,65 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
 
 @click.command("inspect")
 @click.argument("engine", type=click.Path(path_type=Path), required=False)
+@click.option("--verify", is_flag=True, help="Read every number, and hold it against the checksums of the build.")
 @click.option("--ops", is_flag=True, help="Say which implementation of each operation this machine uses, and why.")
 @click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="With --ops: of a step.")
-def inspect_command(engine: Path | None, ops: bool, tokens: int) -> None:
+def inspect_command(engine: Path | None, verify: bool, ops: bool, tokens: int) -> None:
     """Say what an engine holds. With --ops, what would run it; then ENGINE is DeepSeek-V3.2's sizes by default."""
     from splash_engines.inspect_engine import format_inspection, inspect_engine
-    from splash_engines.inspect_operations import DEEPSEEK_EXPERTS, DEEPSEEK_V3_2, format_operations, sizes_of
-    from splash_engines.kernels_reference import REFERENCE
     from splash_engines.manifest import MANIFEST
-    from splash_engines.open import open_engine
-    from splash_engines.operations import this_machine
     from splash_engines.tensorrt.store import describe_plans, has_plans
 
+    if ops and verify:
+        raise click.UsageError("--verify is of an engine's files, and --ops of what would run them; give one of them")
     if ops:
-        machine, kernels = this_machine(), REFERENCE
-        if machine.gpu is not None:
-            from splash_engines.kernels_cuda import CUDA
-
-            kernels = CUDA
-        sizes, experts = DEEPSEEK_V3_2, DEEPSEEK_EXPERTS
-        if engine is not None:
-            model = or_fail(lambda: open_engine(engine)).model
-            sizes, experts = sizes_of(model), model.experts
-        click.echo(format_operations(machine, kernels, sizes, experts, tokens))
+        _echo_operations(engine, tokens)
     elif engine is None:
         raise click.UsageError("Missing argument 'ENGINE'.")
     elif has_plans(engine) and not (engine / MANIFEST).exists():
+        if verify:
+            raise click.UsageError(f"--verify reads an engine's numbers, and {engine} holds plans alone")
         click.echo(f"plans                 {describe_plans(engine)}\n(plans alone: no weights, nothing to serve)")
     else:
         click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))
+        if verify:
+            _verify(engine)
+
+
+def _echo_operations(engine: Path | None, tokens: int) -> None:
+    from splash_engines.inspect_operations import DEEPSEEK_EXPERTS, DEEPSEEK_V3_2, format_operations, sizes_of
+    from splash_engines.kernels_reference import REFERENCE
+    from splash_engines.open import open_engine
+    from splash_engines.operations import this_machine
+
+    machine, kernels = this_machine(), REFERENCE
+    if machine.gpu is not None:
+        from splash_engines.kernels_cuda import CUDA
+
+        kernels = CUDA
+    sizes, experts = DEEPSEEK_V3_2, DEEPSEEK_EXPERTS
+    if engine is not None:
+        model = or_fail(lambda: open_engine(engine)).model
+        sizes, experts = sizes_of(model), model.experts
+    click.echo(format_operations(machine, kernels, sizes, experts, tokens))
+
+
+def _verify(engine: Path) -> None:
+    """Says that every number is as it was built, or refuses the engine."""
+    from splash_engines.open import verify_engine
+
+    with _bar(f"Reading {engine.name}") as progress:
+        or_fail(lambda: verify_engine(engine, progress=progress))
+    click.echo("verified              every number is as it was built")
+
+
+@contextmanager
+def _bar(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows what splash_engines.open.Progress is told."""
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.length = max(1, total)
+            bar.update(done - bar.pos)
+
+        yield progress

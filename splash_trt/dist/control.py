@@ -79,10 +79,3 @@ class Control(ABC):
     def send_object(self, value: object) -> None:
         """Rank 0 only: `send` of a value that msgpack can carry."""
         self.send(Kind.OBJECT, msgspec.msgpack.encode(value))
-
-    def broadcast(self, value: object = None) -> object:
-        """Rank 0's `value`, on every rank: for ranks that know that an OBJECT comes next."""
-        if self.rank == 0:
-            self.send_object(value)
-            return value
-        return self.receive().value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from splash_trt.wording import shortened
+
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -42,8 +44,8 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         """The middle of a long message is left out, unless the server is at fault."""
-        if len(message) > MAX_MESSAGE and status < 500:
-            message = f"{message[: MAX_MESSAGE - _MAX_END - 3]} … {message[-_MAX_END:]}"
+        if status < 500:
+            message = shortened(message, most=MAX_MESSAGE, end=_MAX_END)
         super().__init__(message)
         self.message = message
         self.status = status

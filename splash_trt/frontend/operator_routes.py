@@ -15,6 +15,7 @@ from splash_trt.frontend.protocol import LayoutBody
 from splash_trt.frontend.serving import Serving, json_response
 from splash_trt.link import Status
 from splash_trt.version import __version__
+from splash_trt.wording import rounded
 
 LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
 EXPLAIN_REPLY_S = 8.0  # below what clients wait, `splash-trt top` among them
@@ -125,7 +126,7 @@ class OperatorRoutes:
         explain_error: str | msgspec.UnsetType = msgspec.UNSET
         if explains:
             try:
-                explain = (await asyncio.wait_for(engine.explain(), EXPLAIN_REPLY_S)).report
+                explain = rounded((await asyncio.wait_for(engine.explain(), EXPLAIN_REPLY_S)).report)
             except asyncio.TimeoutError:  # steps are long when there is much to do, and the rest is known all the same
                 explain, explain_error = None, _silent(EXPLAIN_REPLY_S)
         return json_response(
@@ -153,7 +154,7 @@ class OperatorRoutes:
         return json_response(LayoutAccepted(body.layout, body.pin))
 
     async def _switches(self, http: web.Request) -> web.Response:
-        return json_response(Switches(self._serving.metrics.switches()))
+        return json_response(Switches(rounded(self._serving.metrics.switches())))
 
     async def _health(self, http: web.Request) -> web.Response:
         alive = self._serving.engine.alive

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from splash_trt.config import MAX_DEADLINE_S
 from splash_trt.frontend.client_socket import check_endpoint
 from splash_trt.frontend.member import Member
 from splash_trt.frontend.reading import REASONING_PARSERS, TOOL_PARSERS
@@ -45,10 +46,15 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """"auto": where a request says nothing, the checkpoint's generation_config.json does."""
 
     def __post_init__(self) -> None:
-        for field in ("frontends", "max_queued", "max_body_bytes", "ready_deadline_s", "shutdown_deadline_s"):
+        for field in ("frontends", "max_queued", "max_body_bytes"):
             value = getattr(self, field)
             if not value > 0:
                 raise ValueError(f"{field}: {value} is not allowed; it must be above 0")
+        for field in ("ready_deadline_s", "shutdown_deadline_s"):
+            value = getattr(self, field)
+            if not 0 < value <= MAX_DEADLINE_S:
+                most = f"{MAX_DEADLINE_S:.0f}"
+                raise ValueError(f"{field}: {value} is not allowed; it must be above 0 and at most {most}")
         for field, allowed in CHOICES.items():
             value = getattr(self, field)
             if value not in allowed:

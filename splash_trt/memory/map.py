@@ -65,14 +65,18 @@ def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _weight_bytes(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats) -> tuple[int, int]:
+def _weight_bytes(
+    model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats, experts_cut: str
+) -> tuple[int, int]:
     """Of `own` and `others`: every layer's tensors are laid out to count them, and every question of room asks."""
-    own, others = (block(model, rank, num_ranks, dtype, formats) for block in (own_block, others_block))
-    return own.num_bytes, others.num_bytes
+    own = own_block(model, rank, num_ranks, dtype, formats, experts_cut)
+    return own.num_bytes, others_block(model, rank, num_ranks, dtype, formats).num_bytes
 
 
 def memory_map(model: ModelConfig, config: EngineConfig, rank: int) -> MemoryMap:
-    own_bytes, others_bytes = _weight_bytes(model, rank, config.num_ranks, config.dtype, config.formats)
+    own_bytes, others_bytes = _weight_bytes(
+        model, rank, config.num_ranks, config.dtype, config.formats, config.experts_cut
+    )
     return MemoryMap(
         memory_bytes=config.memory_bytes,
         workspace_bytes=context_workspace_bytes(model, config),

@@ -32,13 +32,13 @@ class Budget:
     def __init__(self, start_bytes: int, floor_bytes: int, ceiling_bytes: int, max_slowdown: float) -> None:
         self._floor, self._ceiling = floor_bytes, max(floor_bytes, ceiling_bytes)
         self._max_slowdown = max_slowdown
-        self._start = start_bytes
+        self.start_bytes = start_bytes
         self._ratios: list[float] = []
         self.begin()
 
     def begin(self) -> None:
         """A new switch: how busy the machine was during an earlier one says nothing of this one."""
-        self.bytes_per_step = min(max(self._start, self._floor), self._ceiling)
+        self.bytes_per_step = min(max(self.start_bytes, self._floor), self._ceiling)
         self._ratios.clear()
 
     def observe(self, ratio: float) -> None:

@@ -20,10 +20,19 @@ WIDEST_UNIT = 16  # bytes
 
 
 class Places:
-    """Where cache rows and heads lie. maps, bases [N]: how each rank's arena is divided, and where it begins."""
+    """Where cache rows and heads lie. maps, bases [N]: how each rank's arena is divided, and where it begins.
+
+    dtype, experts_cut, page_tokens: as in EngineConfig.
+    """
 
     def __init__(
-        self, model: ModelConfig, dtype: str, page_tokens: int, maps: Sequence[MemoryMap], bases: Sequence[int]
+        self,
+        model: ModelConfig,
+        dtype: str,
+        experts_cut: str,
+        page_tokens: int,
+        maps: Sequence[MemoryMap],
+        bases: Sequence[int],
     ) -> None:
         ranks = range(len(maps))
         self._num_layers = model.num_layers
@@ -33,7 +42,7 @@ class Places:
         self._row_bytes = self._layer_bytes // page_tokens
         assert self._row_bytes * page_tokens * model.num_layers == self._page_bytes, "rows have the same size"
         self._pages = np.array([base + sizes.pages_offset for base, sizes in zip(bases, maps, strict=True)], np.int64)
-        own = [_head_cut(own_block(model, rank, len(maps), dtype)) for rank in ranks]
+        own = [_head_cut(own_block(model, rank, len(maps), dtype, experts_cut=experts_cut)) for rank in ranks]
         others = [others_block(model, rank, len(maps), dtype) for rank in ranks]
         self._itemsize = np.array([shard.itemsize for shard in others[0].shards], np.int64)
         heads = heads_of(model, len(maps))

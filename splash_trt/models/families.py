@@ -7,6 +7,7 @@ ignores, though the model type's other readers (vLLM, SGLang) follow it and Mode
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,11 @@ def load_config(folder: Path) -> ModelConfig:
 
     Raises ValueError naming the file, the field and what is allowed.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"{folder}: is not a folder; give the folder that holds the model's config.json")
     path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: holds no config.json; give the model's whole Hugging Face folder")
     model = parse_config(read_json_object(path, max_bytes=MAX_CONFIG_BYTES), where=str(path))
     generation = folder / "generation_config.json"
     if not generation.exists():

@@ -17,9 +17,16 @@ def refuse_unrunnable_model(model: ModelConfig) -> None:
 
 
 def refuse_unrunnable(model: ModelConfig, config: EngineConfig) -> None:
-    """As refuse_unrunnable_model, and for numbers that would have to be stored as something else than dtype."""
+    """As refuse_unrunnable_model, and for numbers that would have to be stored as something else than dtype, and for
+    experts that cannot be cut as asked for."""
     refuse_unrunnable_model(model)
     for field in ("weights", "attention", "cache"):
         stored = getattr(config.formats, field)
         if stored not in (None, config.dtype):
             raise ValueError(f"formats: {field} as {stored} while the engine's dtype is {config.dtype}; {PLANNED_ONLY}")
+    inner = model.experts.intermediate_size if model.experts is not None else config.num_ranks
+    if config.experts_cut == "inside" and inner < config.num_ranks:
+        raise ValueError(
+            f"experts_cut: inside would leave some of {config.num_ranks} ranks nothing of experts whose intermediate "
+            f"size is {inner}; take fewer ranks or leave experts whole"
+        )

@@ -16,7 +16,7 @@ from splash_trt.memory.map import memory_map
 from splash_trt.migration.peer_mover import PeerMover
 from splash_trt.models.config import ModelConfig
 from splash_trt.runtime.device_clock import HostClock
-from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.device_runner import DeviceRunner, Parts
 from splash_trt.runtime.peers import CollectivePeers
 from splash_trt.runtime.program import Program
 from splash_trt.weights.source import WeightSource
@@ -34,16 +34,10 @@ def cpu_runner(
     make_mover: Callable[[World, ModelConfig, EngineConfig, Arena], PeerMover] | None = None,
     program: Callable[..., Program] = Program,
 ) -> DeviceRunner:
-    """kernels: others than the plain ones. decode_sizes, make_mover, program: see DeviceRunner; a CPU gains nothing
-    from padding, and has no memory that others map."""
+    """kernels: others than the plain ones. decode_sizes, make_mover, program: see Parts; a CPU gains nothing from
+    padding, and has no memory that others map."""
     arena = Arena(memory_map(model, config, world.rank))
-    return DeviceRunner(
-        model,
-        config,
-        world.collectives,
-        world.watch,
-        source,
-        tokenizer,
+    parts = Parts(
         arena=arena,
         kernels=kernels or REFERENCE,
         sample=shard_sample,
@@ -54,3 +48,4 @@ def cpu_runner(
         mover=make_mover and make_mover(world, model, config, arena),
         program=program,
     )
+    return DeviceRunner(world, model, config, source, tokenizer, parts)

@@ -7,6 +7,7 @@ the device on their way to the next. Everything is enqueued on one stream, in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,7 @@ from splash_engines.kernels import Kernels
 from splash_trt.cache.placement import num_pages
 from splash_trt.cache.storage import PageStorage
 from splash_trt.config import EngineConfig
-from splash_trt.dist.board import Watch
-from splash_trt.dist.collectives import Collectives
+from splash_trt.dist.world import World
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.memory.arena import DTYPES, Arena
 from splash_trt.migration.mover import Mover
@@ -44,49 +44,56 @@ from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a runner is made of besides the model, where CPUs and GPUs have each their own."""
+
+    arena: Arena
+    kernels: Kernels
+    sample: ShardSample
+    peers: Peers
+    clock: Clock
+    decode_sizes: Sequence[int]
+    """What steps that only decode are padded to (shapes.py)."""
+    capture: bool
+    """Whether they are replayed as graphs (graphs.py)."""
+    mover: PeerMover | None = None
+    """Of ranks that can write into each other's memory; None: rows and weights move by collectives."""
+    program: Callable[..., Program] = Program
+    """What makes a program, from Program's arguments."""
+
+
 class DeviceRunner:
     """Holds a rank's arena, weights, cache pages and tables; `launch` is called with every plan, on every rank."""
 
     def __init__(
         self,
+        world: World,
         model: ModelConfig,
         config: EngineConfig,
-        collectives: Collectives,
-        watch: Watch,
         source: WeightSource,
         tokenizer: Path | None,
-        *,
-        arena: Arena,
-        kernels: Kernels,
-        sample: ShardSample,
-        peers: Peers,
-        clock: Clock,
-        decode_sizes: Sequence[int],
-        capture: bool,
-        mover: PeerMover | None = None,
-        program: Callable[..., Program] = Program,
+        parts: Parts,
     ) -> None:
-        """decode_sizes: see shapes.py. capture: see graphs.py. mover: of ranks that can write into each other's memory;
-        others move rows and weights by collectives. program: what makes one, from Program's arguments."""
-        rank, dtype = collectives.rank, DTYPES[config.dtype]
-        self._peers = peers
-        self._clock = clock
-        self.weights = WeightStore(arena, model, rank, collectives.size, config.dtype)
+        rank, size, arena = world.rank, world.size, parts.arena
+        self._peers = parts.peers
+        self._clock = parts.clock
+        self.weights = WeightStore(arena, model, rank, size, config.dtype, config.experts_cut)
         self.weights.load_own(source)
         if SPECS[config.layout].residency is Residency.FULL:
             self.weights.load_others(source)
-        self.storage = PageStorage(arena, model, config.page_tokens, dtype)
+        self.storage = PageStorage(arena, model, config.page_tokens, DTYPES[config.dtype])
         self._device = self.storage.pages.device
         slots, pages = config.max_running, num_pages(config.context_of(model.max_positions), config.page_tokens)
-        self._tables = BlockTables(rank, collectives.size, slots, pages)
+        self._tables = BlockTables(rank, size, slots, pages)
         self._state = _rank_state(model, config, arena, self.weights, self.storage, slots, pages)
         self._target_tables = torch.zeros_like(self._state.tables)
-        first, end = partition(model.vocab_size, collectives.size)[rank]
-        shapes = Shapes(config, decode_sizes)
+        first, end = partition(model.vocab_size, size)[rank]
+        shapes = Shapes(config, parts.decode_sizes)
         builder = ArrayBuilder(config, rank, self._tables, shapes)
-        self._upload = Uploader(self._device, _fixed_bytes(config, max(decode_sizes, default=0)))
+        self._upload = Uploader(self._device, _fixed_bytes(config, max(parts.decode_sizes, default=0)))
         programs = {
-            layout: program(model, config, layout, kernels, peers, self._state, watch)
+            layout: parts.program(model, config, layout, parts.kernels, parts.peers, self._state, world.watch)
             for layout in config.allowed_layouts
         }
         self._forward = Forward(
@@ -94,13 +101,13 @@ class DeviceRunner:
             builder,
             shapes,
             self._upload,
-            FastSampler(peers, first, model.vocab_size, sample),
+            FastSampler(parts.peers, first, model.vocab_size, parts.sample),
             self._state.last_sampled,
-            self.storage.pages.new_empty(shapes.most_wanted * (end - first)) if capture else None,
+            self.storage.pages.new_empty(shapes.most_wanted * (end - first)) if parts.capture else None,
         )
-        self._mover = mover or Mover(self.storage, self.weights, collectives)
+        self._mover = parts.mover or Mover(self.storage, self.weights, world.collectives)
         self._status = torch.zeros(1 + _STATUS_BYTES // 8, dtype=torch.float64, device=self._device)
-        self._sampler = Sampler(collectives, first, model.vocab_size)
+        self._sampler = Sampler(world.collectives, first, model.vocab_size)
         self._compiler = compiler_of(tokenizer, model.vocab_size, model.eos_token_ids)
         self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler, self._device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from splash_trt.migration.pieces import Places
 from splash_trt.models.config import ModelConfig
 from splash_trt.observe.log import event
 from splash_trt.runtime.device_clock import CudaClock
-from splash_trt.runtime.device_runner import DeviceRunner
+from splash_trt.runtime.device_runner import DeviceRunner, Parts
 from splash_trt.runtime.mailbox import half_bytes
 from splash_trt.runtime.peers import CollectivePeers, Peers
 from splash_trt.runtime.peers_cuda import connect, reachable
@@ -59,18 +60,13 @@ def gpu_runner(
         half = half_bytes(model, config.itemsize, _most_stacked(config), _most_absorbed(config))
         offsets = [sizes.pages_offset for sizes in maps]
         mapped, mailbox = connect(MPI.COMM_WORLD, world.device, half, memory, offsets, config.step_deadline_s)
-        places = Places(model, config.dtype, config.page_tokens, maps, mapped.arena_addresses)
+        kinds = (config.dtype, config.experts_cut, config.page_tokens)
+        places = Places(model, *kinds, maps, mapped.arena_addresses)
         carrier = CudaCarrier(world.device, places.unit, piece_copy)
         peers, mover = mapped, PeerMover(world.rank, places, carrier, mapped.begin)
     exact = config.dtype == "float64"
     decode_sizes = ladder(1, _most_graphed(config), 4)
-    runner = DeviceRunner(
-        model,
-        config,
-        world.collectives,
-        world.watch,
-        source,
-        tokenizer,
+    parts = Parts(
         arena=Arena(maps[world.rank], memory.bytes),
         kernels=REFERENCE if exact else _kernels(world, model, config, decode_sizes),
         sample=sample_reference if exact else sample_kernel,
@@ -80,19 +76,24 @@ def gpu_runner(
         capture=near and not exact,
         mover=mover,
     )
-    runner.warm_up()
+    runner = DeviceRunner(world, model, config, source, tokenizer, parts)
+    if config.capture_ahead:
+        runner.warm_up()
     torch.cuda.synchronize()
     return runner
 
 
 def _kernels(world: World, model: ModelConfig, config: EngineConfig, decode_sizes: Sequence[int]) -> Kernels:
     """The same on all ranks, so that what they compute alike has the same bits; said in rank 0's log."""
+    own = CUDA
+    if config.experts_cut == "inside":
+        own = dataclasses.replace(CUDA, grouped_experts=functools.partial(CUDA.grouped_experts, all_here=True))
     if config.operators == "own":
-        return CUDA
-    operations = program_operations(this_machine(), CUDA, model.experts)
+        return own
+    operations = program_operations(this_machine(), own, model.experts)
     registry = Registry(operations, world.device, gather=MPI.COMM_WORLD.allgather)
     rows = sorted({size * ranks for size in decode_sizes for ranks in (1, world.size)})
-    kernels, told = choose_kernels(CUDA, registry, program_sizes(model), DTYPES[config.dtype], rows)
+    kernels, told = choose_kernels(own, registry, program_sizes(model), DTYPES[config.dtype], rows)
     if world.rank == 0:
         for used in told:
             event(log, logging.INFO, "operator", **dataclasses.asdict(used))

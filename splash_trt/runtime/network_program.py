@@ -36,6 +36,10 @@ class NetworkProgram(Program):
         engine: NetworkEngine,
     ) -> None:
         assert not config.simulate_routing, "networks have none"
+        if config.experts_cut != "whole":
+            raise ValueError(
+                f"experts_cut: {config.experts_cut!r} is not what networks are built for; they want whole experts"
+            )
         super().__init__(model, config, layout, kernels, peers, state, watch)
         self._engine = engine
         self._between = NetworkAttention(model, layout, kernels, peers, state, engine)

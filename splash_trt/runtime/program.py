@@ -52,7 +52,7 @@ class Program:
         self._summed = spec.residency is Residency.SHARD and many
         self._attend = LatentAttention(model, layout, kernels, peers, state)
         self._first_id = partition(model.vocab_size, peers.size)[peers.rank][0]
-        self._first_expert = first_expert(model, peers.rank, peers.size)
+        self._first_expert = first_expert(model, peers.rank, peers.size, config.experts_cut)
         device = state.storage.pages.device
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim).to(device)
         self._dtype = state.storage.pages.dtype

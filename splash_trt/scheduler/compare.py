@@ -224,10 +224,10 @@ class Comparer:
         return not (grows & (need + load.running // RESERVE_SHARE > np.minimum(before, after))).any()
 
     def _reaches(self, source: Candidate, target: Candidate, phase: int) -> bool:
-        """Whether there will be room to go from one to the other after a phase."""
+        """Whether there will be room to go from one to the other after a phase: at its end or during the next one."""
         if source is target:
             return True
-        held, n = source.times[phase].held, self._config.num_ranks
+        held, n = min(time.held for time in source.times[phase : phase + 2]), self._config.num_ranks
         here, there = SPECS[source.layout].placement, SPECS[target.layout].placement
         if here is not there and PlacementKind.REPLICATED not in (here, there):
             if 2 * held <= min(self._room[source.layout], self._room[target.layout]):

@@ -173,7 +173,7 @@ def load_device(name_or_path: str | Path) -> Device:
     if text.lower() in BUILT_IN:
         return BUILT_IN[text.lower()]
     path = Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path's own raises for a name that no file can have
         names = ", ".join(sorted(BUILT_IN))
         raise ValueError(
             f"device: {text!r} is neither one of {names} nor a file; splash-trt calibrate writes such a file"
@@ -269,14 +269,18 @@ def device_for(engine_folder: Path, num_ranks: int, *, on_gpu: bool = False) -> 
     return this_gpu() if on_gpu else this_cpu()
 
 
-def this_gpu() -> Device:
-    """The built-in description of this machine's first GPU; ValueError if there is none."""
-    gpu = next(iter(sorted(_GPUS.glob("*/information"))), None)
-    model = re.search(r"^Model:\s*(.*)$", gpu.read_text(), re.MULTILINE) if gpu is not None else None
-    words = model[1].upper().split() if model else []
+def this_gpu(name: str = "") -> Device:
+    """The built-in description of this machine's first GPU; ValueError if there is none.
+
+    name: what the driver calls it, where the caller is on it; else the system is asked, which not all of them tell.
+    """
+    if not name and (gpu := next(iter(sorted(_GPUS.glob("*/information"))), None)) is not None:
+        model = re.search(r"^Model:\s*(.*)$", gpu.read_text(), re.MULTILINE)
+        name = model[1] if model else ""
+    words = name.upper().split()
     found = next((device for key, device in BUILT_IN.items() if key.upper() in words), None)
     if found is None:
-        which = f"this machine's {model[1]}" if model else "a GPU, and none of NVIDIA's is here"
+        which = f"this machine's {name}" if name else "a GPU, and none of NVIDIA's is here"
         raise ValueError(f"device: there is no description of {which}; calibrate, or name one or a file")
     return found
 

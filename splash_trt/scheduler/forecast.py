@@ -117,7 +117,7 @@ class Arriving:
     """Of their prompts."""
     prompts: Halves
     most_tokens: float
-    """As many as have come: what has lasted some time is not taken to last for longer than that again."""
+    """As many as have come so far: what has lasted some time is not taken to last for longer than that again."""
 
 
 class Arrivals:
@@ -132,6 +132,8 @@ class Arrivals:
     def __init__(self) -> None:
         self._seconds: deque[_Second] = deque()
         self._begin: int | None = None
+        self._since: dict[int, int] = {}  # by size: since which second they have come, with no longer gap than SECONDS
+        self._last: dict[int, int] = {}
 
     def add(self, now: float, prompt_tokens: int) -> None:
         """One arrived."""
@@ -140,7 +142,11 @@ class Arrivals:
             self._begin = second
         if not self._seconds or self._seconds[-1].second != second:
             self._seconds.append(_Second(second))
-        self._seconds[-1].sums[:, prompt_tokens.bit_length()] += 1.0, prompt_tokens, float(prompt_tokens) ** 2
+        size = prompt_tokens.bit_length()
+        if second - self._last.get(size, -self.SECONDS - 1) > self.SECONDS:
+            self._since[size] = second
+        self._last[size] = second
+        self._seconds[-1].sums[:, size] += 1.0, prompt_tokens, float(prompt_tokens) ** 2
         self._forget(second)
 
     def rates(self, now: float) -> Arriving:
@@ -151,16 +157,17 @@ class Arrivals:
         # A server that has just begun has not seen so many seconds yet; a few are too few to tell a rate from chance.
         span = max(min(now - (self._begin or 0), self.SECONDS), self.SECONDS / 3)
         sums = np.array([s.sums for s in self._seconds])  # [seconds, 3, SIZES]
-        sums = sums[:, :, sums[:, 0].any(axis=0)]  # sizes of which some came: a few
+        sizes = np.flatnonzero(sums[:, 0].any(axis=0))  # of which some came: a few
+        sums = sums[:, :, sizes]
         count, second = sums[:, 0], np.array([[s.second] for s in self._seconds])
         fullest = np.sort(count, axis=0)[-1 - self.BURSTS] if len(count) > self.BURSTS else 0.0
         counted = np.minimum(count, np.maximum(fullest, 1.0)) / np.maximum(count, 1.0)
         came = count > 0
         alive = self._alive(came.sum(0), np.where(came, second, second.min()).max(0), now, span)
         number, tokens, squares = (alive * (sums * counted[:, None]).sum(0)).tolist()
-        return Arriving(
-            sum(number) / span, sum(tokens) / span, halves(np.array(tokens), np.array(squares)), sum(tokens)
-        )
+        lasted = (max(now - self._since[size], span) for size in sizes.tolist())
+        most = sum(some * seconds for some, seconds in zip(tokens, lasted, strict=True)) / span
+        return Arriving(sum(number) / span, sum(tokens) / span, halves(np.array(tokens), np.array(squares)), most)
 
     def _alive(self, seconds: np.ndarray, last: np.ndarray, now: float, span: float) -> np.ndarray:
         """[K] the chance that those who came in so many seconds [K], in the second `last` [K] for the last time, will

@@ -6,6 +6,7 @@ Requests that keep arriving are a part of every phase. R running requests, N ran
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import msgspec
@@ -101,6 +102,17 @@ class _Coming:
         self._step_s = step_s
         self._left = arriving.most_tokens
 
+    @property
+    def steps(self) -> float:
+        """For so many steps they will still come."""
+        return self._left / max(self._arriving.tokens_s * self._step_s, 1e-9)
+
+    def running(self, answer: float, after: float, steps: float) -> float:
+        """So many of those who come from now on, for `steps` steps, run after `after` steps, where a request makes
+        `answer` tokens on average: in the end as many as come during a life (Little's law), at first none."""
+        share = math.exp(-max(after - steps, 0.0) / answer) - math.exp(-after / answer)
+        return self._arriving.per_s * self._step_s * answer * share
+
     def during(self, steps: float) -> tuple[Prompts, ...]:
         """Those of so many steps."""
         tokens = min(self._arriving.tokens_s * self._step_s * steps, self._left)
@@ -176,20 +188,22 @@ def _decoding(load: Load, coming: _Coming, step_s: float) -> list[Phase]:
     context = load.held + load.prefill
     left, life = np.maximum(load.left, 1.0), float(load.left.mean())
     prompt = float((context - load.generated).mean())
-    newcomers = load.arriving.per_s * load.waiting_left * step_s
-    going = [min(float(np.exp(-x * life / left).sum()) + newcomers, 1.0) for x in LIVES[:-1]]
+    answer, come = max(load.waiting_left, 1.0), coming.steps
+    going = [
+        min(float(np.exp(-x * life / left).sum()) + coming.running(answer, x * life, come), 1.0) for x in LIVES[:-1]
+    ]
     ends = -np.diff([*going, 0.0])
     for begin, end, ending in zip(LIVES[:-1], LIVES[1:], ends.tolist(), strict=True):
         steps, middle = (end - begin) * life, (begin + end) / 2 * life
         alive = np.exp(-middle / left)
-        expected = float(alive.sum())
+        expected, newcomers = float(alive.sum()), coming.running(answer, middle, come)
         found.append(
             Phase(
                 alive=alive / min(expected, 1.0),
                 context=context + middle,
                 joining=newcomers,
                 joining_context=prompt + load.waiting_left / 2,
-                answer=max(load.waiting_left, 1.0),
+                answer=answer,
                 tokens=steps * (max(expected, 1.0) + newcomers),
                 prompts=coming.during(steps),
                 presence=min(expected + newcomers, 1.0),

@@ -24,7 +24,7 @@ from splash_trt.scheduler.load import Load
 LOOK_S = 0.1  # between two looks at the load
 QUIET_LOOK_S = 0.5  # while hardly anything changes
 SAME = 0.1  # of the running requests: so many more or fewer are hardly a change
-HYSTERESIS = 0.02  # of the time ahead: a smaller gain is not worth being wrong about
+HYSTERESIS = 0.03  # of the time ahead: a smaller gain is not worth being wrong about
 SURE = 0.15  # of the time ahead: a larger gain needs no second look
 LOOKS = 3  # in a row that must agree on a smaller one
 DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch away from it takes
@@ -220,14 +220,14 @@ class CostPolicy:
         return {
             "objective": objective,
             "layout": load.layout.name.lower(),
-            "seconds_ago": round(now - load.now, 3),
+            "seconds_ago": now - load.now,
             "load": {
                 "running": load.running,
                 "waiting": load.waiting,
                 "held_tokens": load.held_tokens,
                 "prompt_tokens_to_compute": load.prompt_tokens,
-                "expected_output_tokens_left": round(float(load.left.sum()), 1),
-                "arrivals_per_s": round(load.arriving.per_s, 3),
+                "expected_output_tokens_left": float(load.left.sum()),
+                "arrivals_per_s": load.arriving.per_s,
                 "step_s": self._step_s,
             },
             "doubt": self._doubt.factor,
@@ -280,7 +280,7 @@ def _explained(candidate: Candidate, room: dict[Layout, int]) -> dict[str, objec
         ],
         "switch": {
             "route": [layout.name.lower() for layout in switch.route],
-            "bytes": switch.bytes,
+            "bytes": round(switch.bytes),
             "steps": switch.steps,
             "seconds": switch.seconds,
             "cost_s": switch.cost_s,

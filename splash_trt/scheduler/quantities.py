@@ -25,7 +25,7 @@ QUANTITIES = (
     "all",  # tokens of the step
     "here",  # of these, those whose hidden state the rank holds
     "busy",  # 1 if there are any
-    "touched",  # routed experts here that some token chose
+    "touched",  # routed experts that some token chose, of those that are here or have a part here
     "sampled",  # positions to sample
     "decoding",  # 1 if the step has any decode token
     "absorbed",  # decode tokens whose heads' queries the rank absorbs, and whose outputs it projects
@@ -88,7 +88,8 @@ class Quantities:
         self._padded = padded
         self._top_k = math.inf if model.indexer is None else float(model.indexer.top_k)
         experts = model.experts
-        self._experts = -(-experts.num_experts // self._ranks) if experts else 0
+        holders = 1 if config.experts_cut == "inside" else self._ranks
+        self._experts = -(-experts.num_experts // holders) if experts else 0
         self._unchosen = 1 - experts.top_k / experts.num_experts if experts else 1.0
         layout = layout if self._ranks > 1 else Layout.TP
         self._over_ranks: Callable[[Column, Batch, Sums], np.ndarray] = {

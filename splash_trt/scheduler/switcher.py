@@ -62,6 +62,10 @@ class Switcher:
         """step_s gives the seconds that a plan's rows should take: what slowdowns are measured against."""
         self._meter.expect(step_s)
 
+    def begin_with(self, num_bytes: int) -> None:
+        """The budget of each switch that begins from now on, in place of EngineConfig.migration_bytes."""
+        self._budget.start_bytes = num_bytes
+
     # What others ask
 
     @property

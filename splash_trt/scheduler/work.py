@@ -4,7 +4,8 @@ The operations are those that runtime/program.py puts together, one entry for al
 H_r heads resident on a rank (all of them where residency is FULL, else the largest shard), D hidden, L latent, R rope
 part, W = L + R, Q query latent, I intermediate. A product of [T, a] with [a, b] takes 2 T a b operations and reads
 a b numbers of weights once. Routing is uniform: a rank computes its share of T k choices, and of E experts
-E (1 - (1 - k / E)^T) are touched. The slowest rank is the one with the largest shard, so shards count as that large.
+E (1 - (1 - k / E)^T) are touched; with experts cut inside, of all choices and all experts, each with its share of I.
+The slowest rank is the one with the largest shard, so shards count as that large.
 
 What crosses ranks is counted as the bytes that the busiest rank sends or receives, whichever is more: an all-reduce is
 2 (N - 1) / N of its tensor; gathers and scattered sums of spread tokens are padded to the largest count.
@@ -299,9 +300,11 @@ class _Table:
             self._product(
                 "router", "mlp", moe, self.config.dtype, "all", m.hidden_size, experts.num_experts, {"one": 2}
             )
-            numbers = 3.0 * m.hidden_size * experts.intermediate_size
-            each = experts.top_k / self.ranks
-            kept = 2 * m.hidden_size + 3 * experts.intermediate_size
+            inner, each = float(experts.intermediate_size), experts.top_k / self.ranks
+            if self.config.experts_cut == "inside":
+                inner, each = largest_share(experts.intermediate_size, self.ranks, 128), experts.top_k
+            numbers = 3.0 * m.hidden_size * inner
+            kept = 2 * m.hidden_size + 3 * inner
             self._add(
                 "experts", "experts", "mlp", moe, {"one": 4}, format=self.weights,
                 flops={"all": 2 * numbers * each},

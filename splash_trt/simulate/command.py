@@ -22,7 +22,7 @@ from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
-    FiniteRange,
+    Number,
     Size,
     format_of,
     formats_of,
@@ -71,7 +71,7 @@ class Labels(click.ParamType):
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
-@click.option("--memory-share", type=FiniteRange(0, 1, min_open=True),
+@click.option("--memory-share", type=Number(0, 1, above=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
 @click.option("--max-running", type=int, default=1024, show_default=True, help="Most requests that hold cache.")
@@ -84,7 +84,7 @@ class Labels(click.ParamType):
 @click.option("--migration-bytes", type=Size(), help="What a rank may at first send or receive for a switch in a step "
               "of 10 ms; default: 3.5 % of the device's link, as in `serve`.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
-@click.option("--rate-scale", type=FiniteRange(0, 1e6, min_open=True), default=1.0, show_default=True,
+@click.option("--rate-scale", type=Number(0, 1e6, above=True), default=1.0, show_default=True,
               help="Let requests arrive so many times as fast.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of made loads.")
 @click.option("--plots", "plots_folder", type=click.Path(path_type=Path), metavar="DIR", help="Draw pictures there.")
@@ -167,7 +167,7 @@ def _check_outputs(options: Options) -> None:
     """ValueError if what was asked for cannot be written, before minutes are spent."""
     folder, file = options.plots_folder, options.json_file
     if folder is not None:
-        if folder.exists() and not folder.is_dir():
+        if os.path.exists(folder) and not folder.is_dir():
             raise ValueError(f"plots_folder: {folder} is a file; name a folder")
         plots.pyplot()
         try:
@@ -175,12 +175,12 @@ def _check_outputs(options: Options) -> None:
         except OSError as error:
             raise ValueError(f"plots_folder: {folder} cannot be made: {error.strerror}; name another") from error
     if file is not None:
-        if not file.parent.is_dir():
+        if not os.path.isdir(file.parent):
             raise ValueError(f"json_file: there is no folder {file.parent}")
-        if file.is_dir():
+        if os.path.isdir(file):
             raise ValueError(f"json_file: {file} is a folder; name a file")
         try:
-            if not file.exists():
+            if not os.path.exists(file):
                 file.touch()
                 file.unlink()
             elif not os.access(file, os.W_OK):
@@ -192,7 +192,7 @@ def _check_outputs(options: Options) -> None:
 def open_load(options: Options) -> Trace | Adversary:
     """A file if its name ends as one, else what a generator makes."""
     name = options.trace.partition(":")[0]
-    if name in generators.names() and not Path(options.trace).is_file():
+    if name in generators.names() and not os.path.isfile(options.trace):
         if options.requests is not None:
             own = generators.counts(name)[0]
             raise ValueError(f"requests: is for files; {name} takes its own numbers, as in {name}:{own}=2")
@@ -200,10 +200,9 @@ def open_load(options: Options) -> Trace | Adversary:
         if isinstance(made, Adversary):
             return made
         return made.at_rate(options.rate_scale)
-    path = Path(options.trace)
-    if not path.is_file():
+    if not os.path.isfile(options.trace):  # Path's own raises for a name that no file can have
         raise ValueError(f"trace: {options.trace!r} is neither a file nor one of {', '.join(generators.names())}")
-    trace = read_trace(path, requests=options.requests).at_rate(options.rate_scale)
+    trace = read_trace(Path(options.trace), requests=options.requests).at_rate(options.rate_scale)
     if options.rate_scale != 1:
         trace = dataclasses.replace(
             trace, notes=(f"arrivals {options.rate_scale:g} times as fast as recorded", *trace.notes)

@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from splash_trt.frontend.options import HttpSettings
-from splash_trt.options import or_fail
+from splash_trt.options import Number, or_fail
 
 
 @click.command("top")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's.")
 @click.option("--api-key", metavar="KEY", help="Where the server asks for one.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="A file whose first line is it.")
-@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--interval", type=Number(0.1, 3600), default=1.0, show_default=True, metavar="SECONDS")
 @click.option("--minutes", type=click.IntRange(1, 30), default=5, show_default=True, help="How far back it shows.")
 @click.option("--once", is_flag=True, help="Print how things stand now, as text, and end.")
 def top_command(

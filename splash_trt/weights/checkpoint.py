@@ -37,7 +37,6 @@ class Checkpoint:
         self.model = model
         self.folder = folder
         self._files = _open_files(folder)
-        self._forms = {spec.name: form_of(spec, model, self._files) for spec in tensor_specs(model)}
         self._check()
 
     def read(self, spec: TensorSpec, begin: int, end: int, out: torch.Tensor) -> None:
@@ -45,13 +44,13 @@ class Checkpoint:
         assert 0 <= begin <= end <= spec.shape[spec.axis], (spec.name, begin, end)
         assert out.shape == (*spec.shape[: spec.axis], end - begin, *spec.shape[spec.axis + 1 :]), (spec, out.shape)
         if begin < end:
-            self._forms[spec.name].read(self._slice, begin, end, out)
+            form_of(spec, self.model, self._files).read(self._slice, begin, end, out)
 
     def _slice(self, name: str) -> Any:
         return self._files[name].get_slice(name)
 
     def _check(self) -> None:
-        needed = _needed(self._forms.values())
+        needed = _needed(form_of(spec, self.model, self._files) for spec in tensor_specs(self.model))
         missing = [name for name in needed if name not in self._files]
         if missing:
             raise ValueError(

@@ -33,7 +33,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """The same tensor in the file, cut along axis 0 or 1."""
+    """The same tensor in the file, read by parts of axis 0, 1 or 2."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,8 +43,7 @@ class Plain:
         return {self.name: self.shape}
 
     def read(self, open_slice: Open, begin: int, end: int, out: torch.Tensor) -> None:
-        part = open_slice(self.name)
-        out.copy_(part[:, begin:end] if self.axis else part[begin:end])
+        out.copy_(open_slice(self.name)[(slice(None),) * self.axis + (slice(begin, end),)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +101,16 @@ class GatedPair:
 
 @dataclass(frozen=True, kw_only=True)
 class PerExpert:
-    """For each expert e, the tensors `prefix`e.`suffix`.weight of one shape, stacked along their rows."""
+    """For each expert e, the tensors `prefix`e.`suffix`.weight of one shape, stacked along their rows.
+
+    Read by parts of axis 0 (experts), 1 (rows, of one suffix after the other) or 2 (columns).
+    """
 
     prefix: str
     suffixes: tuple[str, ...]
     num_experts: int
     shape: tuple[int, int]
+    axis: int
 
     def _name(self, expert: int, suffix: str) -> str:
         return f"{self.prefix}{expert}.{suffix}.weight"
@@ -116,10 +119,16 @@ class PerExpert:
         return {self._name(e, suffix): self.shape for e in range(self.num_experts) for suffix in self.suffixes}
 
     def read(self, open_slice: Open, begin: int, end: int, out: torch.Tensor) -> None:
-        rows = self.shape[0]
-        for expert in range(begin, end):
+        experts = range(begin, end) if self.axis == 0 else range(self.num_experts)
+        low, high = (begin, end) if self.axis == 1 else (0, len(self.suffixes) * self.shape[0])
+        columns = slice(begin, end) if self.axis == 2 else slice(None)
+        for expert, target in zip(experts, out, strict=True):
             for i, suffix in enumerate(self.suffixes):
-                out[expert - begin, i * rows : (i + 1) * rows].copy_(open_slice(self._name(expert, suffix))[:])
+                before = i * self.shape[0]
+                rows = range(max(low, before), min(high, before + self.shape[0]))
+                if rows:
+                    part = open_slice(self._name(expert, suffix))[rows.start - before : rows.stop - before, columns]
+                    target[rows.start - low : rows.stop - low].copy_(part)
 
 
 _TOP = MappingProxyType(
@@ -205,9 +214,13 @@ def _experts_form(spec: TensorSpec, prefix: str, present: Container[str]) -> For
     down = spec.name.endswith("down")
     fused = prefix + ("down_proj" if down else "gate_up_proj")
     if fused in present:
-        return Plain(name=fused, shape=spec.shape)
+        return Plain(name=fused, shape=spec.shape, axis=spec.axis)
     suffixes = ("down_proj",) if down else ("gate_proj", "up_proj")
     num_experts, rows, columns = spec.shape
     return PerExpert(
-        prefix=prefix, suffixes=suffixes, num_experts=num_experts, shape=(rows // len(suffixes), columns)
+        prefix=prefix,
+        suffixes=suffixes,
+        num_experts=num_experts,
+        shape=(rows // len(suffixes), columns),
+        axis=spec.axis,
     )

@@ -22,7 +22,7 @@ def align(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One tensor's place in a block: `parts` are ranges along spec.axis, one after the other in memory."""
+    """One tensor's place in a block: `parts` are ranges along spec.axis, which lie one after the other there."""
 
     spec: TensorSpec
     parts: tuple[tuple[int, int], ...]
@@ -43,18 +43,27 @@ class Block:
 
 
 def cut_ranges(spec: TensorSpec, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """[begin, end) of each rank along spec.axis. Intermediate sizes are cut at multiples of 128 where they are large
-    enough for every rank to get some (FP8 scales come in blocks of 128), evenly otherwise."""
-    total = spec.shape[spec.axis]
+    """[begin, end) of each rank along spec.axis, or along the first of its stretches. Intermediate sizes are cut at
+    multiples of 128 where they are large enough for every rank to get some (FP8 scales come in blocks of 128), evenly
+    otherwise."""
+    total = spec.shape[spec.axis] // spec.stretches
     if spec.cut is Cut.NONE:
         return ((0, total),) * num_ranks
-    blocks = spec.cut is Cut.INTERMEDIATE and total % 128 == 0 and total >= 128 * num_ranks
+    intermediate = spec.cut in (Cut.INTERMEDIATE, Cut.INSIDE_EXPERTS)
+    blocks = intermediate and total % 128 == 0 and total >= 128 * num_ranks
     return partition(total, num_ranks, 128 if blocks else 1)
 
 
-def first_expert(model: ModelConfig, rank: int, num_ranks: int) -> int:
-    """The number of the first routed expert that is on rank `rank`; 0 of a model without experts."""
-    spec = next((s for s in tensor_specs(model) if s.cut is Cut.EXPERTS), None)
+def own_parts(spec: TensorSpec, rank: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """[begin, end) along spec.axis of what rank `rank` has of each of its stretches."""
+    begin, end = cut_ranges(spec, num_ranks)[rank]
+    length = spec.shape[spec.axis] // spec.stretches
+    return tuple((i * length + begin, i * length + end) for i in range(spec.stretches))
+
+
+def first_expert(model: ModelConfig, rank: int, num_ranks: int, experts_cut: str = "whole") -> int:
+    """The number of the first routed expert that is on rank `rank`; 0 where a part of each is, or there is none."""
+    spec = next((s for s in tensor_specs(model, experts_cut) if s.cut is Cut.EXPERTS), None)
     return 0 if spec is None else cut_ranges(spec, num_ranks)[rank][0]
 
 
@@ -70,9 +79,17 @@ def _block(entries: list[tuple[TensorSpec, tuple[tuple[int, int], ...]]], dtype:
     return Block(shards=tuple(shards), num_bytes=offset)
 
 
-def own_block(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats = PLAIN) -> Block:
-    """What rank `rank` of num_ranks always holds; dtype and formats: as in EngineConfig."""
-    return _block([(s, (cut_ranges(s, num_ranks)[rank],)) for s in tensor_specs(model)], dtype, formats)
+def own_block(
+    model: ModelConfig,
+    rank: int,
+    num_ranks: int,
+    dtype: str,
+    formats: Formats = PLAIN,
+    experts_cut: str = "whole",
+) -> Block:
+    """What rank `rank` of num_ranks always holds; dtype, formats and experts_cut: as in EngineConfig."""
+    specs = tensor_specs(model, experts_cut)
+    return _block([(s, own_parts(s, rank, num_ranks)) for s in specs], dtype, formats)
 
 
 def others_block(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats = PLAIN) -> Block:

@@ -9,7 +9,7 @@ block of each: that is what lets a switch bring the other ranks' heads with one 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 
@@ -21,7 +21,8 @@ class Cut(str, Enum):
 
     NONE = "none"  # a copy on every rank
     HEADS = "heads"  # attention's; the only ones whose residency a layout changes
-    EXPERTS = "experts"
+    EXPERTS = "experts"  # whole ones on each rank
+    INSIDE_EXPERTS = "inside_experts"  # of every expert the same share of its intermediate size
     INTERMEDIATE = "intermediate"
     VOCABULARY = "vocabulary"
 
@@ -32,6 +33,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     cut: Cut = Cut.NONE
     axis: int = 0
+    stretches: int = 1
+    """The axis is so many stretches of one length, each cut alike: a gate's rows and then those of its up part."""
     float32: bool = False
     """Kept in at least float32 whatever the engine's dtype (the router's selection bias)."""
     product: bool = False
@@ -102,22 +105,36 @@ def _gated(prefix: str, hidden: int, intermediate: int) -> list[TensorSpec]:
     ]
 
 
-def _moe(model: ModelConfig, prefix: str) -> list[TensorSpec]:
+def _experts(prefix: str, num_experts: int, inner: int, hidden: int, experts_cut: str) -> list[TensorSpec]:
+    """Routed experts: gate_up [E, 2 I, D] (gate first in each expert), down [E, D, I]."""
+    whole = (
+        TensorSpec(name=prefix + "gate_up", shape=(num_experts, 2 * inner, hidden), cut=Cut.EXPERTS, product=True),
+        TensorSpec(name=prefix + "down", shape=(num_experts, hidden, inner), cut=Cut.EXPERTS, product=True),
+    )
+    if experts_cut == "whole":
+        return list(whole)
+    gate_up, down = (replace(spec, cut=Cut.INSIDE_EXPERTS) for spec in whole)
+    return [replace(gate_up, axis=1, stretches=2), replace(down, axis=2)]
+
+
+def _moe(model: ModelConfig, prefix: str, experts_cut: str) -> list[TensorSpec]:
     moe, hidden = model.experts, model.hidden_size
     assert moe is not None
     experts, inner = moe.num_experts, moe.intermediate_size
     specs = [TensorSpec(name=prefix + "router", shape=(experts, hidden))]
     if moe.selection_bias:
         specs.append(TensorSpec(name=prefix + "router_bias", shape=(experts,), float32=True))
-    for name, shape in (("gate_up", (experts, 2 * inner, hidden)), ("down", (experts, hidden, inner))):
-        specs.append(TensorSpec(name=f"{prefix}experts.{name}", shape=shape, cut=Cut.EXPERTS, product=True))
+    specs += _experts(prefix + "experts.", experts, inner, hidden, experts_cut)
     if moe.shared_intermediate_size:
         specs += _gated(prefix + "shared.", hidden, moe.shared_intermediate_size)
     return specs
 
 
-def tensor_specs(model: ModelConfig) -> list[TensorSpec]:
-    """Every tensor of the model, layer after layer; the head is absent when it is the embedding (tied)."""
+def tensor_specs(model: ModelConfig, experts_cut: str = "whole") -> list[TensorSpec]:
+    """Every tensor of the model, layer after layer; the head is absent when it is the embedding (tied).
+
+    experts_cut: as in EngineConfig. It decides how experts' tensors are cut, and nothing of their shapes.
+    """
     vocab, hidden = model.vocab_size, model.hidden_size
     specs = [TensorSpec(name="embed", shape=(vocab, hidden), cut=Cut.VOCABULARY)]
     for index, kind in enumerate(model.layers):
@@ -127,7 +144,7 @@ def tensor_specs(model: ModelConfig) -> list[TensorSpec]:
         if kind is LayerKind.DENSE:
             specs += _gated(prefix, hidden, model.intermediate_size)
         else:
-            specs += _moe(model, prefix)
+            specs += _moe(model, prefix, experts_cut)
     specs.append(TensorSpec(name="final_norm", shape=(hidden,)))
     if not model.tied_embeddings:
         specs.append(TensorSpec(name="head", shape=(vocab, hidden), cut=Cut.VOCABULARY))

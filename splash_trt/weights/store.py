@@ -18,9 +18,12 @@ class WeightStore:
     while `residency` is FULL: its bytes are cache pages otherwise.
     """
 
-    def __init__(self, arena: Arena, model: ModelConfig, rank: int, num_ranks: int, dtype: str) -> None:
+    def __init__(
+        self, arena: Arena, model: ModelConfig, rank: int, num_ranks: int, dtype: str, experts_cut: str
+    ) -> None:
+        """dtype, experts_cut: as in EngineConfig, by which the arena is divided too."""
         self._dtype = DTYPES[dtype]
-        self._own_block = own_block(model, rank, num_ranks, dtype)
+        self._own_block = own_block(model, rank, num_ranks, dtype, experts_cut=experts_cut)
         self._others_block = others_block(model, rank, num_ranks, dtype)
         self.own = self._views(arena, self._own_block, arena.sizes.own_offset)
         fits = arena.sizes.num_pages(Residency.FULL) > 0  # else no layout of this deployment needs it

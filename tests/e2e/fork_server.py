@@ -45,6 +45,7 @@ class ForkServer:
 def serve(address: str) -> None:
     """Until killed."""
     from splash_trt import cli, supervise  # noqa: F401  # the latter with all that `serve` loads in its time
+    from splash_trt.commands import group  # noqa: F401
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf.serving import load
+from perf.serving import server as perf_server
 from perf.serving.client import Wish
 from tests.e2e.servers import MODEL, Server, wait_until
 
@@ -28,3 +29,13 @@ def test_streams_are_whole_and_those_that_are_left_give_their_cache_back(server:
         return set(status["used_tokens"]) == {0} and status["running"] == 0
 
     wait_until(free, 30, "the cache of streams that were left")
+
+
+def test_a_server_that_runs_already_tells_its_room_and_what_it_told_since(server: Server) -> None:
+    vocab_size = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]
+    held = perf_server.Server(server.port)
+    before = held.settled_output_tokens()
+    load.run(server.url, "splash-tiny", vocab_size, [Wish(8, 5, 5)] * 4, clients=2, processes=1, seed=4)
+    held.wait_until_idle()
+    assert held.output_tokens(at_least=before + 20) == before + 20
+    assert (held.cache_tokens("tp") or 0) > 0 and held.cache_tokens("auto") is None

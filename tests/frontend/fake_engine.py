@@ -139,7 +139,7 @@ class FakeEngine(threading.Thread):
                 link.send(each, self._frames([]))
         elif isinstance(message, Explain):
             if not self.silent_to_explain:
-                report: dict[str, object] = {"chosen": self.layout, "compared": [{"layout": "dp", "gain": 0.5}]}
+                report: dict[str, object] = {"chosen": self.layout, "compared": [{"layout": "dp", "gain": 0.51234567}]}
                 link.send(client, Explanation(self._ready.incarnation, message.token, report))
         else:
             assert isinstance(message, Shutdown)

@@ -197,6 +197,18 @@ def test_a_signal_lets_all_finish_and_end(start: Start, to_all: bool) -> None:
     assert not server.engine.shut_down.is_set(), "that is for who started the frontends to do, once all have ended"
 
 
+def test_an_end_while_they_are_loaded_is_in_order(tmp_path: Path) -> None:
+    failures: list[str] = []
+    options = Options(engine=f"ipc://{tmp_path}/link", model_name="echo", port=0)
+    frontends = Frontends(options, 2, tmp_path, restarts=True, failed=lambda code, why: failures.append(why))
+    frontends.end()
+    try:
+        wait_until(lambda: frontends.code is not None, 60)
+        assert frontends.code == 0 and failures == []
+    finally:
+        frontends.close()
+
+
 def test_operators_see_one_server(start: Start) -> None:
     server = start(api_key="secret")
     key = {"Authorization": "Bearer secret"}

@@ -134,7 +134,7 @@ def test_a_side_that_ends_amid_a_request(server: FrontendProcess, engine: FakeEn
 
 def test_explain(server: FrontendProcess, engine: FakeEngine) -> None:
     about = server.ask("GET", "/v1/layout?explain=1").json
-    assert about["explain"] == {"chosen": engine.layout, "compared": [{"layout": "dp", "gain": 0.5}]}
+    assert about["explain"] == {"chosen": engine.layout, "compared": [{"layout": "dp", "gain": 0.5123}]}
     assert about["layouts"] and "explain" not in server.ask("GET", "/v1/layout?explain=0").json
     for query in ("explain=perhaps", "explain=", "explain=1&explain=1"):
         refused = server.ask("GET", f"/v1/layout?{query}")

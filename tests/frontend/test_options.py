@@ -50,6 +50,8 @@ def test_every_setting_has_a_flag() -> None:
     [
         ({"max_queued": 0}, "max_queued"),
         ({"shutdown_deadline_s": -1.0}, "shutdown_deadline_s"),
+        ({"shutdown_deadline_s": float("inf")}, "shutdown_deadline_s: inf .* at most 1000000"),
+        ({"ready_deadline_s": float("nan")}, "ready_deadline_s: nan .* above 0"),
         ({"tool_parser": "xml"}, "one of auto, deepseek_v3, glm, none"),
         ({"generation_config": "mine"}, "generation_config"),
     ],

@@ -11,7 +11,8 @@ from splash_plugins.grouped_experts.gather_kernel import gather_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import count_kernel, place_kernel
 from splash_plugins.grouped_experts.tiles import TABLE, Device, Tiles, fit
-from splash_plugins.router.kernel import choose_kernel, partial_kernel, route_kernel, tile
+from splash_plugins.router.kernel import choose_kernel, partial_kernel, route_kernel
+from splash_plugins.router.tiles import NARROW, WIDE, Form, choose_tiles
 from splash_plugins.silu_mul.kernel import silu_mul_kernel
 from tests.kernels.aot import Kernel, Target, overlaps
 
@@ -82,21 +83,27 @@ def _sort(target: Target) -> list[Kernel]:
 
 
 def _router(target: Target) -> list[Kernel]:
+    """All forms of the tables, 64 experts and 256 in groups, and two ways to choose."""
     rules = {"TOP_K": TOP_K, "TOP_GROUPS": 1, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 4}
-    grouped = {"TOP_K": 8, "TOP_GROUPS": 4, "TOP2": True, "SIGMOID": True, "NORMALIZE": True, "CHOICES": 8}
-    held = {"WIDTH": HIDDEN, "GROUPS": 1, "SIZE": EXPERTS, "PRECISION": "tf32"}
+    few = {**rules, "SLICES": 8, "VECTOR": 2, "ROWS": 1, "GROUPS": 1, "SIZE": 64}
+    grouped = {**rules, "TOP_K": 8, "CHOICES": 8, "TOP_GROUPS": 4}
+    grouped |= {"SLICES": 16, "VECTOR": 4, "ROWS": 2, "GROUPS": 8, "SIZE": 32}
 
-    def product(function: Any, num_rows: int, **more: Any) -> Kernel:
-        blocks = tile(num_rows, EXPERTS, HIDDEN, 2, target.shared_bytes)
-        warps, stages = blocks.pop("num_warps"), blocks.pop("num_stages")
-        return _kernel(target, function, {**held, **blocks, **more}, warps, stages)
+    def product(form: Form, groups: int, size: int, width: int) -> Kernel:
+        num_rows = min(form.tokens, 16384)
+        tiles = choose_tiles(num_rows, groups, groups * size, width, 2, target.shared_bytes)
+        blocks = {"WIDTH": width, "GROUPS": groups, "SIZE": size, "PRECISION": "tf32"}
+        blocks |= {"ROWS": tiles.rows, "BLOCK_K": tiles.block_k}
+        if tiles.fused:
+            return _kernel(target, route_kernel, {**blocks, **rules}, tiles.warps, tiles.stages)
+        blocks |= {"SLICE": tiles.slice_width(width), "EARLY": tiles.early(width, 2), "COLUMNS": tiles.columns}
+        return _kernel(target, partial_kernel, blocks, tiles.warps, tiles.stages)
 
     return [
-        product(route_kernel, 2048, **rules),
-        product(route_kernel, 8192, **rules),
-        product(partial_kernel, TOKENS, SLICE=256, EARLY=True),
-        product(partial_kernel, 512, SLICE=512, EARLY=False),
-        _kernel(target, choose_kernel, {"SLICES": 8, "ROWS": 4, "GROUPS": 8, "SIZE": 8, **grouped}, 2),
+        *(product(form, 1, 64, HIDDEN) for form in NARROW),
+        *(product(form, 8, 32, 7168) for form in WIDE),
+        _kernel(target, choose_kernel, few, 1),
+        _kernel(target, choose_kernel, grouped, 1),
     ]
 
 

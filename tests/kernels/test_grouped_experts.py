@@ -174,3 +174,26 @@ def test_plans_fit_the_device(shared_kib: int, itemsize: int) -> None:
             used = (tiles.m + operands * tiles.n) * tiles.k * itemsize * tiles.stages
             assert used <= device.shared_bytes
             assert min(tiles.m, tiles.n, tiles.k) >= 16
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 40, 64, 65, 128, 700, 1024, 16384])
+def test_tiles_are_those_of_as_many_rows_an_expert(num_tokens: int) -> None:
+    """64 experts on two ranks, cut inside or whole: an expert has as many rows, of half the width."""
+    device = Device(processors=100, shared_bytes=227 * 1024, tma=True)
+    whole = choose(num_tokens, 4, 32, 2048, 1536, 2, device)
+    assert choose(num_tokens, 4, 64, 2048, 768, 2, device, all_here=True) == whole
+
+
+@pytest.mark.parametrize("num_tokens", [3, 65])
+def test_slices_of_every_expert(device: str, num_tokens: int) -> None:
+    """Two ranks' parts, 13 and 11 of 24 numbers, are together what whole experts give."""
+    c = case(device, num_tokens, 3, 5, 5, inner=24)
+    want, total = torch.empty_like(c["x"]), torch.zeros_like(c["x"])
+    reference.sum_of_experts(**c, first_expert=0, addend=None, out=want)
+    for begin, end in ((0, 13), (13, 24)):
+        rows = [*range(begin, end), *range(24 + begin, 24 + end)]
+        part = {**c, "gate_up": c["gate_up"][:, rows].contiguous(), "down": c["down"][:, :, begin:end].contiguous()}
+        got = torch.full_like(want, torch.nan)
+        grouped_experts(**part, first_expert=0, addend=None, out=got, all_here=True)
+        total += got
+    torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4)

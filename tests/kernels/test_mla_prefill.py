@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from perf.prefill_sdpa import runs_of
 from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference
 from splash_plugins.mla_attention.gather_kernel import gather_rows
 from splash_plugins.mla_attention.prefill_kernel import Blocks, prefill, split_nope
-from splash_plugins.mla_attention.prefill_sdpa import runs_of
 from splash_plugins.mla_attention.tiles import NO_TILE, PREFILL_TILE, tiles_of
 
 pytestmark = pytest.mark.kernels

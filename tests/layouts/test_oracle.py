@@ -45,7 +45,7 @@ def cases() -> list[Case]:
     return out
 
 
-def check(models: Models, name: str, layout: str, ranks: int, chunked: bool) -> None:
+def check(models: Models, name: str, layout: str, ranks: int, chunked: bool, experts_cut: str = "whole") -> None:
     prompts = random_prompts(LENGTHS)
     params = [greedy(n, logprobs=i % 3) for i, n in enumerate(OUTPUTS)]
     single = greedy(4, prompt_logprobs=None)  # only the last position of its prompt is wanted
@@ -58,6 +58,7 @@ def check(models: Models, name: str, layout: str, ranks: int, chunked: bool) -> 
         layout=layout,
         page_tokens=PAGE,
         max_running=8,
+        experts_cut=experts_cut,
         **config,
     )
     assert batch.num_preempted == 0

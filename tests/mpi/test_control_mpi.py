@@ -102,7 +102,7 @@ def wait_for_rank_0(world: World, how: str) -> float:
     if how == "all_reduce":
         meet(world)
     else:
-        world.control.broadcast(1)
+        control_cases.broadcast(world, 1)
     return time.process_time() - begin
 
 
@@ -112,7 +112,7 @@ class TestMpiControl:
             for received in ranks.run(control_cases.send_and_receive)[1:]:
                 assert received == control_cases.SENT
 
-    def test_broadcast(self, mpi4: Ranks) -> None:
+    def test_objects_arrive(self, mpi4: Ranks) -> None:
         value = {"outputs": [[1, 2, 3], []], "text": "ü", "long": "x" * 100_000}
         assert mpi4.run(control_cases.broadcast, value) == [value] * 4
 

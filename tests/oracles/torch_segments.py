@@ -45,15 +45,12 @@ class TorchSegments:
         partial = ops.embed(ids, self._own["embed"], self._first_id)
         return self._sum(partial, counts)
 
-    def attention_norm(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(hidden, self._own[f"layers.{layer}.attn_norm"], self.model.norm_eps)
-
     def attention_in(
         self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T_r, D] normed; returns q_nope [T_r, H, nope], q_rope [T_r, H, R] rotated, cache rows [T_r, W]."""
+        """x [T_r, D] not normed; returns q_nope [T_r, H, nope], q_rope [T_r, H, R] rotated, cache rows [T_r, W]."""
         model, own, p = self.model, self._own, f"layers.{layer}."
-        latent = x
+        x = latent = ops.rms_norm(x, own[p + "attn_norm"], model.norm_eps)
         if model.q_lora_rank:
             latent = F.linear(x, own[p + "q_a"], own.get(p + "q_a_bias"))
             latent = ops.rms_norm(latent, own[p + "q_a_norm"], model.latent_norm_eps)

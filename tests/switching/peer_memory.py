@@ -52,5 +52,5 @@ def peer_mover(world: World, model: ModelConfig, config: EngineConfig, arena: Ar
     mine = torch.tensor([arena.view(0, (1,), torch.uint8).data_ptr()])
     bases = world.collectives.all_gather(mine, [1] * world.size).tolist()
     maps = [memory_map(model, config, rank) for rank in range(world.size)]
-    places = Places(model, config.dtype, config.page_tokens, maps, bases)
+    places = Places(model, config.dtype, config.experts_cut, config.page_tokens, maps, bases)
     return PeerMover(world.rank, places, HostCarrier(places.unit, seed + world.rank), lambda: meet(world))

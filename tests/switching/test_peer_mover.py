@@ -62,7 +62,8 @@ def random_plan(model: ModelConfig, config: EngineConfig, seed: int) -> Plan:
         if end > begun:
             late.append((source, here, target, there, begun, end - begun))
     weights = []
-    store = [WeightStore(Arena(memory_map(model, config, r)), model, r, ranks, config.dtype) for r in range(ranks)]
+    kinds = (config.dtype, config.experts_cut)
+    store = [WeightStore(Arena(memory_map(model, config, r)), model, r, ranks, *kinds) for r in range(ranks)]
     for tensor, name in enumerate(store[0].others):
         for source in range(ranks):
             numbers = store[source].own[name].numel()
@@ -91,7 +92,7 @@ class Rank:
         if pushes:
             self.mover: Any = peer_mover(world, model, config, arena, seed)
         else:
-            weights = WeightStore(arena, model, world.rank, world.size, config.dtype)
+            weights = WeightStore(arena, model, world.rank, world.size, config.dtype, config.experts_cut)
             self.mover = Mover(self._storage, weights, world.collectives)
         self._world = world
 
@@ -174,7 +175,7 @@ def test_a_refused_copy_is_reported(folder: Path) -> None:
 def test_full_pages_and_their_neighbours_are_one_piece(folder: Path) -> None:
     model, config = sized(folder, 2, "float32")
     maps = [memory_map(model, config, rank) for rank in range(2)]
-    places = Places(model, "float32", PAGE, maps, [0, 1 << 40])
+    places = Places(model, "float32", "whole", PAGE, maps, [0, 1 << 40])
     size = maps[0].page_bytes
     moves = np.array([(0, 4, 1, 8, 0, PAGE), (0, 3, 1, 7, 0, PAGE), (0, 5, 1, 2, 0, PAGE)], np.int32)
     pieces = merged(places.rows(moves))

@@ -92,7 +92,7 @@ class Rank:
         self.model, self.layout, self.networks = model, layout, networks
         self.dtype = DTYPES[dtype]
         arena = Arena(memory_map(model, config, rank))
-        weights = WeightStore(arena, model, rank, size, dtype)
+        weights = WeightStore(arena, model, rank, size, dtype, config.experts_cut)
         weights.load_own(AnyWeights(model, 3))
         self.heads = len(weights.own["layers.0.q_b"])
         if SPECS[layout].residency is Residency.FULL and size > 1:
@@ -120,9 +120,7 @@ class Rank:
         wide = torch.promote_types(self.dtype, torch.float32)
         cos, sin = angle.cos().to(wide), angle.sin().to(wide)
         last = model.num_layers - 1
-        yield from self._both(
-            "attention_in", lambda e: e.attention_in(last, e.attention_norm(last, hidden), cos, sin)
-        )
+        yield from self._both("attention_in", lambda e: e.attention_in(last, hidden, cos, sin))
         q_nope = self._random(4, tokens, self.heads, model.qk_nope_head_dim)
         q_rope = self._random(5, tokens, self.heads, model.qk_rope_head_dim)
         yield from self._both("absorb", lambda e: e.absorb(last, q_nope, q_rope))

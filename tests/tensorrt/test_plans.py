@@ -26,7 +26,7 @@ from splash_engines.tensorrt.segments import Lowering
 from splash_engines.tensorrt.sizes import sizes_of
 from splash_engines.tensorrt.store import plan_bytes, read_plans, use_of
 from splash_engines.trt_api import BuildFailure
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
@@ -125,6 +125,8 @@ def test_again_from_the_cache(built: tuple[Path, Path, str], tmp_path: Path) -> 
     assert done.exit_code == 0 and "the others built in 0.0 s" in done.output
     seen = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again")])
     assert "by tensorrt_rtx 1.7.1.116 for sm_89, sm_120" in seen.output and "plans alone" in seen.output, seen.output
+    refused = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again"), "--verify"])
+    assert refused.exit_code != 0 and "holds plans alone" in refused.output
     index = Path("plans") / "plans.json"
     assert (tmp_path / "again" / index).read_bytes() == (folder / index).read_bytes()
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["plans"]
@@ -276,8 +278,13 @@ def test_a_signal_while_tensorrt_is_at_work(
             return True
         return False
 
-    for delay in (0.0, 0.001, 0.003, 0.01, 0.03, 0.1) * 3:
-        assert interrupted(delay), "the interruption was lost"
+    # A shell starts what runs in the background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for delay in (0.0, 0.001, 0.003, 0.01, 0.03, 0.1) * 3:
+            assert interrupted(delay), "the interruption was lost"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_nodes_say_what_they_are(model: ModelConfig) -> None:

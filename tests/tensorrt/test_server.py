@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from splash_trt.config import Layout
+from splash_trt.dist.collectives import RankFailure
+from splash_trt.llm import LLM
 from splash_trt.models.families import load_config
 from tests.layouts.harness import Models, random_prompts
 from tests.tensorrt.evaluated import Networks, evaluator
@@ -52,6 +54,11 @@ def check_float32(got: dict[str, Told], expected: dict[str, Told]) -> None:
     apart = [(request, at, gap) for request, at, gap in first_differences(got, expected) if not gap < NEAR_TIE]
     assert not apart, apart
     assert worst_logprob(got, expected) < CLOSE
+
+
+def test_experts_cut_inside_are_refused(demo_networks: Networks) -> None:
+    with evaluator(demo_networks), pytest.raises(RankFailure, match="experts_cut: 'inside'"):
+        LLM(DEMO, experts_cut="inside")
 
 
 @pytest.mark.parametrize("ranks", list(TOURS))

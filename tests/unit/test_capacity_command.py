@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from splash_trt.capacity.command import capacity_command
 from splash_trt.capacity.report import Lengths, largest_batch
 from splash_trt.capacity.table import format_count
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 from splash_trt.config import EngineConfig, Formats, Layout
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map
@@ -242,7 +242,7 @@ def test_a_quantised_checkpoint_is_read_and_said(written: dict[str, str], tmp_pa
         (("--device", "cpu"), "--device: cpu does not say how much memory it has"),
         (("--memory", "1Q"), "no size"),
         (("--device", "h200", "--memory-share", "0"), "--memory-share"),
-        (("--device", "h200", "--memory-share", "nan"), "'nan' is not a finite number"),
+        (("--device", "h200", "--memory-share", "nan"), "'nan' is not a number greater than 0 to 1"),
         (("--device", "h200", "--lengths", "5"), "'5' is not two whole numbers"),
         (("--device", "h200", "--lengths", "5,0"), "one token at least"),
         (("--device", "h200", "--lengths", "202000,1000"), "--lengths: 202000 + 1000 tokens are more than"),
@@ -261,6 +261,25 @@ def test_it_is_one_of_the_commands() -> None:
     assert commands.get_command(click.Context(commands), "capacity") is capacity_command
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    result = run("--model", str(tmp_path / "none"), "--ranks", "2", "--memory", "1G")
-    assert result.exit_code != 0 and "none: cannot be read" in result.output
+@pytest.mark.parametrize("command", ["capacity", "simulate"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "none is neither a file nor a folder; "),
+        ("empty", "empty holds no config.json; "),
+        ("text.md", "text.md: is not JSON: "),
+        ("tokenizer.json", "tokenizer.json: has no model_type, "),
+        ("x" * 5000, "x is neither a file nor a folder; "),
+    ],
+)
+def test_what_is_no_configuration_is_told_where_to_find_one(
+    tmp_path: Path, command: str, name: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.md").write_text("# A model")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    more = {"capacity": ["--memory", "1G"], "simulate": ["--device", "h100", "--trace", "prompts:requests=2"]}
+    arguments = [command, "--model", str(tmp_path / name), "--ranks", "2", *more[command]]
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code != 0 and "--model: " in result.output and said in result.output
+    assert "give a model's config.json, or a folder that holds one" in result.output

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from splash_trt.models.config import LayerKind, ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.weights.checkpoint import Checkpoint
-from splash_trt.weights.spec import TensorSpec, partition, tensor_specs
+from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
 from tests.oracles.tiny_models import VARIANTS, make_model
 
 Tensors = dict[str, torch.Tensor]
@@ -111,7 +111,7 @@ def test_parts_of_all_ranks_make_the_file(name: str, shards: int, tmp_path: Path
     expected = by_hand(source.model, all_tensors(folder))
     specs = tensor_specs(source.model)
     assert {spec.name for spec in specs} == set(expected)
-    for spec in specs:
+    for spec in (*specs, *tensor_specs(source.model, "inside")):
         whole = expected[spec.name]
         assert whole.shape == spec.shape
         for num_ranks in (1, 2, 3, 4):
@@ -161,10 +161,10 @@ def test_experts_in_one_tensor(fused: tuple[str, ...], tmp_path: Path) -> None:
 
     rewrite(folder, fuse)
     source = opened(folder)
-    for spec in tensor_specs(source.model):
+    for spec in (*tensor_specs(source.model), *tensor_specs(source.model, "inside")):
         if ".experts." in spec.name:
-            parts = [read(source, spec, begin, end) for begin, end in partition(spec.shape[0], 3)]
-            assert torch.equal(torch.cat(parts), expected[spec.name])
+            parts = [read(source, spec, begin, end) for begin, end in partition(spec.shape[spec.axis], 3)]
+            assert torch.equal(torch.cat(parts, dim=spec.axis), expected[spec.name])
 
 
 def test_only_what_the_rows_need_is_mapped(tmp_path: Path) -> None:
@@ -196,6 +196,11 @@ def test_only_what_the_rows_need_is_mapped(tmp_path: Path) -> None:
             asked.clear()
             read(source, spec, 3, 5)
             assert {hf.split(".")[5] for hf, _ in asked} == {"3", "4"}
+    for spec in tensor_specs(model, "inside"):
+        if spec.cut is Cut.INSIDE_EXPERTS:
+            asked.clear()
+            read(source, spec, 3, 5)
+            assert [count for _, count in asked] == [2 * model.hidden_size] * 8, "rows of gates, or columns"
 
 
 def test_rows_of_no_one_are_read_as_nothing(tmp_path: Path) -> None:

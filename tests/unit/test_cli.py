@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from splash_trt.cli import COMMANDS, commands
+from splash_trt.cli import EXIT_INTERRUPTED, main
+from splash_trt.commands.group import COMMANDS, commands
 
 LOOK = """
 import json, sys, tempfile
 from click.shell_completion import BashComplete
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 
 def invoke(*arguments):
     try:
@@ -85,3 +87,73 @@ def test_help_lists_all_but_the_hidden() -> None:
 def test_an_unknown_command_is_refused() -> None:
     result = CliRunner().invoke(commands, ["sevre"])
     assert result.exit_code == 2 and "No such command 'sevre'" in result.output
+
+
+def number_options() -> list[tuple[str, str]]:
+    """(command, option) of all that take a number which need not be whole."""
+    found = []
+    for name, entry in COMMANDS.items():
+        for parameter in entry.load().params:
+            if isinstance(parameter.type, click.types.FloatParamType):
+                found.append((name, parameter.opts[0]))
+    return found
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0", "1e300"])
+@pytest.mark.parametrize(("command", "option"), number_options())
+def test_numbers_are_held_against_their_range(command: str, option: str, value: str) -> None:
+    """Before anything else that is missing or wrong."""
+    result = CliRunner().invoke(commands, [command, f"{option}={value}"], standalone_mode=False)
+    assert isinstance(result.exception, click.ClickException)
+    said = result.exception.format_message()
+    assert option in said and re.search(r"(to|at most) \d+$", said), said
+
+
+LONG = "x" * 100_000
+PLANNED = ["--model", str(MODEL), "--ranks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begin", "end"),
+    [
+        (["capacity", *PLANNED, "--device", LONG], "--device: 'xx", "nor a file; splash-trt calibrate writes"),
+        (["capacity", *PLANNED, "--memory", LONG], "Invalid value for '--memory': 'xx", "such as 4G"),
+        (["simulate", *PLANNED, "--device", "h100", "--trace", LONG], "--trace: 'xx", "nor one of rollouts, agents"),
+        (["inspect", LONG], "xx", "x: is not a folder; give the folder that splash-trt build wrote"),
+        (["serve", "--engine", LONG], "xx", "x: is not a folder; give the folder that splash-trt build wrote"),
+        ([LONG], "No such command 'xx", "x'."),
+    ],
+    ids=["device", "memory", "trace", "inspect", "serve", "command"],
+)
+def test_a_long_value_is_quoted_in_short(
+    arguments: list[str], begin: str, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["splash-trt", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said) < 900
+    assert said.startswith(f"splash-trt: {begin}") and end in said and "x … x" in said
+
+
+INTERRUPTED = """
+import signal, sys
+from splash_trt.cli import main
+
+class Interrupts:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "%s":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts)
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "splash_trt.simulate.command", "splash_trt.simulate.generators"])
+def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
+    program = [sys.executable, "-c", INTERRUPTED % module, "simulate", "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_INTERRUPTED
+    assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"

@@ -160,7 +160,7 @@ def test_file_that_is_no_configuration(content: bytes, message: str, tmp_path: P
 
 
 def test_folder_without_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="config.json: cannot be read"):
+    with pytest.raises(ValueError, match="holds no config.json; give"):
         load_config(tmp_path)
     with pytest.raises(ValueError, match="absent: is not a folder"):
         load_config(tmp_path / "absent")

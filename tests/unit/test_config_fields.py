@@ -45,6 +45,12 @@ def test_operators() -> None:
         EngineConfig(operators="none")
 
 
+def test_cuts_of_experts() -> None:
+    assert EngineConfig().experts_cut == "whole" and EngineConfig(experts_cut="inside").experts_cut == "inside"
+    with pytest.raises(ValueError, match="^experts_cut: 'rows' is not one of whole, inside$"):
+        EngineConfig(experts_cut="rows")
+
+
 def test_the_context_block_follows_the_steps_on_gpus() -> None:
     assert _config().context_block == 1024
     assert _config(context_block_tokens=7, run_on="gpu").context_block == 7

@@ -28,9 +28,9 @@ class TestThreadControl:
         for received in ThreadWorld(size).run(control_cases.send_and_receive)[1:]:
             assert received == control_cases.SENT
 
-    def test_broadcast(self, size: int) -> None:
+    def test_objects_arrive(self, size: int) -> None:
         value = {"outputs": [[1, 2, 3], []], "text": "ü", "mass": 0.5}
-        got = ThreadWorld(size).run(lambda world: world.control.broadcast(value if world.rank == 0 else None))
+        got = ThreadWorld(size).run(lambda world: control_cases.broadcast(world, value))
         assert got == [value] * size
 
     def test_agree_when_all_are_well(self, size: int) -> None:

@@ -136,3 +136,7 @@ def test_a_gpu_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "_GPUS", tmp_path / "none")
     with pytest.raises(ValueError, match="none of NVIDIA's is here"):
         device_for(tmp_path, 8, on_gpu=True)
+    # A rank on it need not ask a system that does not tell.
+    assert devices.this_gpu("NVIDIA H200") is BUILT_IN["h200"]
+    with pytest.raises(ValueError, match="no description of this machine's Tesla T4"):
+        devices.this_gpu("Tesla T4")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.shell_completion import BashComplete
 
-from splash_trt.cli import COMMANDS, commands
+from splash_trt.commands.group import COMMANDS, commands
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.migration.diff import Sizes

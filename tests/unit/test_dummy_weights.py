@@ -48,6 +48,10 @@ def model() -> ModelConfig:
     return parse_config(CONFIG, where="config.json")
 
 
+def inside_experts(model: ModelConfig) -> list[TensorSpec]:
+    return [spec for spec in tensor_specs(model, "inside") if spec.cut is Cut.INSIDE_EXPERTS]
+
+
 def read(
     source: DummyWeights, spec: TensorSpec, begin: int = 0, end: int | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -64,7 +68,7 @@ def test_parts_of_all_ranks_are_one_model(chunk: int, model: ModelConfig, monkey
     wholes = {spec.name: read(DummyWeights(model, 5), spec) for spec in tensor_specs(model)}
     monkeypatch.setattr(dummy, "CPU_CHUNK", chunk)
     source = DummyWeights(model, 5)
-    for spec in tensor_specs(model):
+    for spec in (*tensor_specs(model), *inside_experts(model)):
         for num_ranks in (1, 2, 3, 4):
             ranges = partition(spec.shape[spec.axis], num_ranks)
             parts = [read(source, spec, begin, end) for begin, end in ranges]
@@ -73,7 +77,7 @@ def test_parts_of_all_ranks_are_one_model(chunk: int, model: ModelConfig, monkey
 
 def test_rows_into_a_part_of_a_tensor(model: ModelConfig) -> None:
     source = DummyWeights(model)
-    for spec in tensor_specs(model):
+    for spec in (*tensor_specs(model), *inside_experts(model)):
         size = spec.shape[spec.axis]
         whole = torch.zeros(spec.shape)
         source.read(spec, 1, size, whole.narrow(spec.axis, 1, size - 1))

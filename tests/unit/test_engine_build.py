@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def assert_same(found: WeightSource, expected: WeightSource) -> None:
     assert found.model == expected.model
     for num_ranks in (1, 2, 3, 4):
         for rank in range(num_ranks):
-            for block in (own_block, others_block):
+            for block in (own_block, others_block, partial(own_block, experts_cut="inside")):
                 for shard in block(found.model, rank, num_ranks, "float32").shards:
                     for begin, end in shard.parts:
                         parts = [read(source, shard.spec, begin, end) for source in (found, expected)]

@@ -14,11 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 
 from splash_engines.build import build_engine
 from splash_engines.inspect_engine import format_inspection, inspect_engine
 from splash_engines.manifest import MANIFEST, WEIGHTS, Part, Place, checksum
 from splash_engines.open import Engine, open_engine, verify_engine
+from splash_trt.commands.engines import inspect_command
 from splash_trt.weights.spec import tensor_specs
 from tests.oracles.tiny_models import make_model
 
@@ -309,3 +311,18 @@ def test_inspection(place: Path) -> None:
     assert "was changed" in found["checks"][str(path)]
     table = format_inspection(found)
     assert "6 of 7 files" in table and f"  {path}  was changed or damaged" in table
+
+
+def test_inspection_of_every_number(place: Path) -> None:
+    def inspect(*more: str) -> Any:
+        return CliRunner().invoke(inspect_command, [str(place / "engine"), *more])
+
+    assert "verified" not in inspect().output
+    whole = inspect("--verify")
+    assert whole.exit_code == 0 and "verified              every number is as it was built" in whole.stdout
+    path, part = parts_in(open_engine(place / "engine"), Place.CHECKPOINT)[3]
+    flip(path, part.offset)
+    assert inspect().exit_code == 0, "sizes and headers are as they were"
+    refusal = inspect("--verify")
+    assert refusal.exit_code != 0 and f"{path}: was changed, damaged or cut short" in refusal.output
+    assert "--ops" in inspect("--verify", "--ops").output

@@ -60,8 +60,11 @@ def test_arrivals() -> None:
         arrivals.add(i / 4, 100)
     found = arrivals.rates(99.9)
     assert found.per_s == pytest.approx(4, rel=0.05) and found.tokens_s == pytest.approx(400, rel=0.05)
-    assert found.prompts == ((1.0, 100.0),) and found.most_tokens == pytest.approx(30 * 400, rel=0.05)
+    assert found.prompts == ((1.0, 100.0),) and found.most_tokens == pytest.approx(100 * 400, rel=0.05)
     assert arrivals.rates(500.0).per_s == 0
+    for i in range(80):
+        arrivals.add(500 + i / 4, 100)
+    assert arrivals.rates(519.9).most_tokens == pytest.approx(20 * 400, rel=0.05), "what came before the gap is over"
 
 
 def test_silence_ends_what_used_to_come() -> None:

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCa
 from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from splash_engines.build import build_engine
-from splash_trt.cli import commands
+from splash_trt.commands.group import commands
 from splash_trt.config import Formats
 from splash_trt.llm import LLM
 from splash_trt.models.families import load_config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,7 @@ class TestStepTime:
             bench.worker.send = lambda plan: (plans.append(plan), send(plan))[1]  # type: ignore[method-assign]
             for layout in Layout:
                 assert len(bench.decode(layout, batch=3, context=100, steps=2, warmup=1)) == 2
+                assert 0 < abs(bench.idle) < 1
             bench.release()
             return plans
 
@@ -228,3 +231,17 @@ class TestStepTime:
         assert settings_of(options, 1).layouts == ("tp",)
         four = settings_of(options, 4)
         assert isinstance(four, Settings) and four.layouts == ("tp", "dp", "cp", "dop") and four.batches == (1, 2)
+
+
+def test_all_commands_are_listed() -> None:
+    """A module that says how it is called is in perf/README.md's table; those that others start say nothing."""
+    table = (harness.ROOT / "perf" / "README.md").read_text()
+    commands = set()
+    for path in sorted((harness.ROOT / "perf").rglob("*.py")):
+        name = ".".join(path.relative_to(harness.ROOT).with_suffix("").parts)
+        text = path.read_text()
+        called = f"python -m {name}" in (ast.get_docstring(ast.parse(text)) or "")
+        if called and "__name__ ==" in text:
+            commands.add(name)
+    assert len(commands) > 15
+    assert [name for name in sorted(commands) if not re.search(rf"^\| `[^`]*-m {name}\b[^`]*` \|", table, re.M)] == []

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
+from perf import harness
 from perf.floor import Floor
-from perf.serving import deployment, load, measure, rollout
+from perf.serving import deployment, hold, load, measure, rollout
+from perf.serving.add_ceiling import with_ceiling
 from perf.serving.ceiling import StepTimes, rollout_s
 from perf.serving.client import Answer, Wish, tokens_of
 from perf.serving.load import Case
@@ -215,9 +218,9 @@ class TestCeiling:
 
 class TestRollout:
     def test_lengths_are_the_same_in_every_run_and_bounded(self) -> None:
-        options = rollout.parse(["--prompts", "1000", "--median", "600", "--most", "4096"])
-        found = rollout.lengths(options)
-        assert found == rollout.lengths(options) and len(found) == 1000
+        load = {"prompts": 1000, "median": 600, "sigma": 1.0, "most": 4096}
+        found = rollout.lengths(**load)
+        assert found == rollout.lengths(**load) and len(found) == 1000
         assert min(found) >= 1 and max(found) == 4096
         assert 500 < float(np.median(found)) < 700
 
@@ -229,9 +232,48 @@ class TestRollout:
         ]
         assert [row["auto_over"] for row in rollout.with_ratios(rows)] == [0.5, 1.0, 2.0, 0.1667, 1.0, 2.0]
 
+    def test_a_ceiling_that_comes_later_is_what_it_would_have_been(self) -> None:
+        options = rollout.parse(["--prompts", "20", "--prompt", "10", "--median", "4", "--most", "9", "--rounds", "2"])
+        rows: list[Any] = [
+            {"load": "rollout", "round": turn, "layout": layout, "seconds": 4.0}
+            for turn in (1, 2)
+            for layout in ("tp", "auto", "ceiling")
+        ]
+        result = harness.Result(
+            schema=harness.SCHEMA_VERSION,
+            area="serving",
+            name="rollout",
+            title="A rollout",
+            provenance=deployment.provenance(options, "perf.serving.rollout", [], options.layouts),
+            check=harness.Check(what="lengths", passed=True, detail="all"),
+            view=rollout.VIEW,
+            rows=rows,
+        )
+        found = with_ceiling(result, step_times()).rows
+        outputs = rollout.lengths(prompts=20, median=4, sigma=1.0, most=9)
+        seconds = rollout_s(step_times(), 10, outputs, ["tp", "dp"])
+        assert [row["layout"] for row in found] == ["tp", "auto", "tp", "auto", "ceiling", "ceiling"]
+        assert [row["seconds"] for row in found[4:]] == pytest.approx([seconds] * 2, abs=1e-3)
+        assert found[4]["auto_over"] == pytest.approx(4 / seconds, abs=0.01 / seconds)
+
     def test_folders_are_told_by_their_names(self) -> None:
-        arguments = ["--model", str(TINY), "--remark", "quiet", "--step-times", "/some/where/engines"]
+        arguments = ["--model", str(TINY), "--remark", "quiet", "--at", "/a", "--step-times", "/some/where/engines"]
         options = rollout.parse(arguments)
-        told = deployment.provenance(options, "perf.serving.rollout", arguments)
+        told = deployment.provenance(options, "perf.serving.rollout", arguments, ["tp", "cp", "auto"])
+        assert told.remark == "quiet; not measured: dp, dop"
         assert told.command == "python -m perf.serving.rollout --model tiny --step-times engines"
+        assert "at" not in told.config
         assert told.config["model"] == "tiny" and told.config["model_config"]["model_type"]
+
+
+class TestHeldServer:
+    def test_it_has_the_flags_that_the_result_tells_of(self, tmp_path: Path) -> None:
+        given = ["--model", str(TINY), "--run-on", "cpu", "--serve", "--memory 64MiB"]
+        flags = deployment.flags(hold.parse(["file", *given]))
+        held = tmp_path / "held"
+        held.write_bytes(msgspec.json.encode(deployment.Held(port=77, flags=flags)))
+        for parse in (measure.parse, rollout.parse):
+            with deployment.server(parse([*given, "--at", str(held)])) as server:
+                assert server.port == 77
+            with pytest.raises(ValueError, match="--memory 64MiB, not .*--memory 65MiB"):
+                deployment.server(parse([*given[:-1], "--memory 65MiB", "--at", str(held)]))

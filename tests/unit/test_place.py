@@ -78,11 +78,20 @@ class TestServe:
 
     def test_what_is_given_counts_on_gpus_too(self) -> None:
         given: dict[str, Any] = {"dtype": "float32", "memory_bytes": 1 << 28, "operators": "own"}
-        given["simulate_routing"] = "uniform"
+        given |= {"simulate_routing": "uniform", "experts_cut": "inside"}
         config = engine_config(
             ServeOptions(model=str(TINY), dummy_weights=0, **given), load_config(TINY), "gpu", 1 << 30
         )
         assert {name: getattr(config, name) for name in given} == given
+
+    def test_experts_of_which_some_ranks_would_get_nothing_are_refused(self) -> None:
+        """An intermediate size of 40."""
+        options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=41, run_on="cpu", experts_cut="inside")
+        with pytest.raises(ValueError, match="^experts_cut: inside .* 41 ranks .* is 40; take fewer ranks or leave"):
+            check_before_ranks(options)
+        model = load_config(TINY)
+        assert engine_config(msgspec.structs.replace(options, ranks=40), model, "cpu", None).num_ranks == 40
+        assert engine_config(msgspec.structs.replace(options, experts_cut="whole"), model, "cpu", None).num_ranks == 41
 
     def test_too_few_gpus_are_refused_before_any_rank_starts(self, gpus: Any) -> None:
         gpus(1)

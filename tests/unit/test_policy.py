@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import msgspec
 import numpy as np
@@ -308,10 +309,23 @@ class TestPhases:
 
     def test_arrivals_join(self) -> None:
         (phase, *_) = phases_of(load(running=3, arriving=Arriving(2.0, 900.0, ((1.0, 450.0),), 2000.0)), 0.02)
-        assert phase.joining == pytest.approx(2.0 * 500 * 0.02)
+        assert phase.joining == pytest.approx(2.0 * 500 * 0.02 * (1 - math.exp(-0.2))), "of a life's those of a fifth"
         (coming,) = phase.prompts
         assert coming.tokens == 2000 < 900 * 0.02 * 0.4 * 500, "no more than have come"
         assert coming.lengths == ((1.0, 450.0),)
+
+    def test_those_who_come_take_the_places_of_those_who_end(self) -> None:
+        """20 at a time by Little's law, 20 running now; and fewer after those who come have all come."""
+        steady, ending = (
+            phases_of(load(running=20, arriving=Arriving(2.0, 900.0, ((1.0, 450.0),), tokens)), 0.02)
+            for tokens in (1e9, 900.0 * 0.02 * 200)
+        )
+        for phase in steady:
+            assert phase.alive.sum() + phase.joining == pytest.approx(20, rel=0.1)
+        assert [bool(phase.prompts) for phase in steady] == [True] * 3
+        assert [bool(phase.prompts) for phase in ending] == [True, False, False]
+        assert [phase.joining for phase in ending][1:] == sorted((p.joining for p in ending[1:]), reverse=True)
+        assert ending[-1].joining < 0.1 * steady[-1].joining
 
     def test_while_a_queue_is_served_others_come(self) -> None:
         """Documents beside a crowd that has just come, each computed by one owner of DP."""

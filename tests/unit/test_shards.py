@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splash_trt.config import EXPERTS_CUTS
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import parse_config
 from splash_trt.weights.shards import (
@@ -19,6 +20,7 @@ from splash_trt.weights.shards import (
     heads_of,
     others_block,
     own_block,
+    own_parts,
 )
 from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
 
@@ -144,6 +146,47 @@ def test_the_first_expert_of_each_rank(model: ModelConfig) -> None:
     assert [first_expert(model, rank, 3) for rank in range(3)] == [0, 3, 5]
     dense = parse_config({**CONFIG, "first_k_dense_replace": 2}, where="config.json")
     assert [first_expert(dense, rank, 3) for rank in range(3)] == [0, 0, 0]
+
+
+@RANKS
+def test_experts_cut_inside_have_every_row_once_and_gate_beside_up(model: ModelConfig, num_ranks: int) -> None:
+    """An intermediate size of 22, which divides by few numbers of ranks; all other tensors are cut as ever."""
+    blocks = [own_block(model, rank, num_ranks, "float32", experts_cut="inside") for rank in range(num_ranks)]
+    whole = own_block(model, 0, num_ranks, "float32")
+    for index, spec in enumerate(tensor_specs(model, "inside")):
+        shards = [block.shards[index] for block in blocks]
+        if ".experts." not in spec.name:
+            assert spec == whole.shards[index].spec and shards[0].parts == whole.shards[index].parts
+            continue
+        ranges = [shard.parts[0] for shard in shards]
+        assert [i for begin, end in ranges for i in range(begin, end)] == list(range(22))
+        assert min(end - begin for begin, end in ranges) >= 22 // num_ranks > 0
+        for shard, (begin, end) in zip(shards, ranges, strict=True):
+            if spec.name.endswith("gate_up"):
+                assert shard.parts == ((begin, end), (22 + begin, 22 + end))
+                assert shard.shape == (7, 2 * (end - begin), 48)
+            else:
+                assert shard.parts == ((begin, end),) and shard.shape == (7, 48, end - begin)
+    assert [first_expert(model, rank, num_ranks, "inside") for rank in range(num_ranks)] == [0] * num_ranks
+
+
+def test_experts_are_cut_inside_at_multiples_of_128_where_there_are_enough() -> None:
+    model = parse_config({**CONFIG, "moe_intermediate_size": 1536}, where="config.json")
+    for num_ranks, sizes in ((2, [768, 768]), (5, [384, 384, 256, 256, 256]), (16, [96] * 16)):
+        for spec in tensor_specs(model, "inside"):
+            if spec.cut is Cut.INSIDE_EXPERTS:
+                parts = [own_parts(spec, rank, num_ranks) for rank in range(num_ranks)]
+                assert [part[0][1] - part[0][0] for part in parts] == sizes
+                assert {part[1][0] - part[0][0] for part in parts if len(part) > 1} <= {1536}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_both_cuts_of_experts_take_the_same_bytes(dtype: str) -> None:
+    model = parse_config({**CONFIG, "n_routed_experts": 8, "moe_intermediate_size": 512}, where="config.json")
+    for num_ranks in (1, 2, 4):
+        for rank in range(num_ranks):
+            whole, inside = (own_block(model, rank, num_ranks, dtype, experts_cut=cut) for cut in EXPERTS_CUTS)
+            assert whole.num_bytes == inside.num_bytes
 
 
 def test_one_rank_has_no_others(model: ModelConfig) -> None:

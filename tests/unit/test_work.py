@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from splash_trt.config import Formats, Layout
+from splash_trt.config import EXPERTS_CUTS, Formats, Layout
 from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.batch import Batch
 from splash_trt.scheduler.work import LayoutWork, largest_share, row_bytes
@@ -17,9 +19,17 @@ from tests.unit.cost_cases import config, decode, deepseek_v3, prefill, splash_t
 FP8 = Formats(weights="fp8", attention="fp8")
 
 
-def named(model: ModelConfig, batch: Batch, num_ranks: int, formats: Formats | None = None, dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]  # noqa: E501
+def named(  # type: ignore[no-untyped-def]
+    model: ModelConfig,
+    batch: Batch,
+    num_ranks: int,
+    formats: Formats | None = None,
+    dtype: str = "bfloat16",
+    experts_cut: str = "whole",
+):
     """Per operation: (flops [N], bytes [N], launches [N])."""
-    work = LayoutWork(model, config(num_ranks, formats, dtype), batch.layout)
+    deployment = replace(config(num_ranks, formats, dtype), experts_cut=experts_cut)
+    work = LayoutWork(model, deployment, batch.layout)
     x = work.quantities.of(batch, work.quantities.sums(batch))
     ranks = (len(work.operations), num_ranks)
     values = [np.broadcast_to(part, ranks) for part in (work.flops @ x, work.bytes @ x, work.launches @ x)]
@@ -87,6 +97,26 @@ def test_a_crowd_touches_all_experts() -> None:
     assert many == pytest.approx(58 * (32 * expert + 4096 * (2 * 7168 + 3 * 2048) * 2), rel=0.01)
 
 
+def test_experts_cut_inside_are_all_hit_and_read_in_part() -> None:
+    """Of splash-tiny's 16 experts of 32, on two ranks: as many operations and bytes of weights, twice the rows."""
+    batch = decode(Layout.TP, 2, 3, 100)
+    whole, inside = (named(splash_tiny(), batch, 2, dtype="float32", experts_cut=cut) for cut in EXPERTS_CUTS)
+    touched = 16 * (1 - (3 / 4) ** 3)
+    assert inside["expert_loop"][2] == pytest.approx([7 * touched] * 2)
+    assert inside["experts"][0].tolist() == whole["experts"][0].tolist() == [7 * 2 * 3 * 2 * 3 * 256 * 32] * 2
+    for found, rows, inner in ((whole, 3 * 2, 32), (inside, 3 * 4, 16)):
+        wanted = 7 * 4 * (touched / 2 * 3 * 256 * 32 + rows * (2 * 256 + 3 * inner))
+        assert found["experts"][1] == pytest.approx([wanted] * 2)
+    assert all((inside[name][1] == whole[name][1]).all() for name in whole if name not in ("experts", "expert_loop"))
+
+
+def test_experts_cut_inside_count_as_the_largest_share() -> None:
+    """2,048 numbers on 3 ranks in blocks of 128: 768, 640 and 640."""
+    model, batch = deepseek_v3(), decode(Layout.TP, 3, 4096, 1)
+    found = named(model, batch, 3, experts_cut="inside")["experts"]
+    assert found[0].tolist() == [58 * 2 * 4096 * 8 * 3 * 7168 * 768] * 3
+
+
 @pytest.mark.parametrize("make", [lambda layout: decode(layout, 8, 64, 4096), lambda layout: prefill(layout, 8, 2048)])
 def test_tp_and_dp_multiply_the_same_in_all(make) -> None:  # type: ignore[no-untyped-def]
     """Cut by heads or by requests, the ranks' sums agree, but for what TP's ranks each do for all tokens."""
@@ -115,11 +145,11 @@ def test_rows_and_shards_are_those_of_the_arena(formats: Formats | None) -> None
     for num_ranks in (3, 8):
         deployment = config(num_ranks, formats)
         assert row_bytes(model, deployment) == stored.row_bytes(model, deployment)
-        for spec in tensor_specs(model):
+        for spec in (*tensor_specs(model), *tensor_specs(model, "inside")):
             if spec.cut is not Cut.NONE:
                 widest = max(end - begin for begin, end in cut_ranges(spec, num_ranks))
-                multiple = 128 if spec.cut is Cut.INTERMEDIATE else 1
-                assert largest_share(spec.shape[spec.axis], num_ranks, multiple) == widest, spec.name
+                multiple = 128 if spec.cut in (Cut.INTERMEDIATE, Cut.INSIDE_EXPERTS) else 1
+                assert largest_share(spec.shape[spec.axis] // spec.stretches, num_ranks, multiple) == widest, spec.name
 
 
 def test_owners_wait_for_the_fullest() -> None:
