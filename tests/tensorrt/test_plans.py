@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,23 @@ def test_an_interrupted_build(model: ModelConfig, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
     assert [done for _, done in told] == sorted(done for _, done in told)
     assert {kind for kind, _ in told} == {"attention_in"}
+
+
+def test_an_interruption_as_soon_as_the_build_has_begun(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It must not wait for the whole build."""
+    only(monkeypatch, attention_in=segments.attention_in)
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *call: Any, **more: Any) -> Any:
+            super().submit(*call, **more)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("splash_engines.tensorrt.plans.ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_plans(api(), model, small(), PlanCache(tmp_path))
+    assert not list(tmp_path.iterdir()), "the build went on to its end"
 
 
 def test_a_signal_while_tensorrt_is_at_work(
