@@ -98,7 +98,7 @@ class Endings:
         def result() -> StepResult:
             found = wait()
             token = np.where(found.token == self._eos, self._eos + 1, found.token)
-            return dataclasses.replace(found, token=np.where(final, self._eos, token))
+            return msgspec.structs.replace(found, token=np.where(final, self._eos, token))
 
         return result
 

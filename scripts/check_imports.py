@@ -43,7 +43,6 @@ LAYERS = {
     "splash_trt.runtime": 4,
     "splash_trt.runtime.noise": 2,
     "splash_trt.migration.mover": 4,
-    "splash_trt.migration.transport": 4,
     "splash_trt.migration.pieces": 4,
     "splash_trt.migration.peer_mover": 4,
     "splash_trt.migration.carrier": 4,

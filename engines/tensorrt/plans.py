@@ -154,9 +154,8 @@ def build_plans(
 
     # Signals raise in the main thread alone: it must not be in a function that TensorRT calls when one comes.
     with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as thread:
-        built = thread.submit(_build_plans, api, model, settings, cache, report)
         try:
-            return built.result()
+            return thread.submit(_build_plans, api, model, settings, cache, report).result()
         except BaseException:
             stopped.set()
             raise

@@ -133,3 +133,11 @@ def plan_bytes(folder: Path, plan: Plan) -> bytes:
     if checksum(data) != plan.checksum:
         raise ValueError(f"{path}: was changed or damaged after it was built; {_REBUILD}")
     return data
+
+
+def verify_plans(folder: Path) -> int:
+    """Read all plans; returns how many. ValueError names the first file that is not what was built."""
+    plans = read_plans(folder).plans.values()
+    for plan in plans:
+        plan_bytes(folder, plan)
+    return len(plans)

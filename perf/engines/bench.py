@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -199,7 +200,7 @@ class _SkippedPrefill:
             return lambda: made_up
         self.filled = True
         return self._execute(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 plan,
                 tables=np.concatenate([p.tables for p in self._skipped]),
                 sampling=np.concatenate([p.sampling for p in self._skipped]),

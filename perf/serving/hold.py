@@ -32,14 +32,13 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with Started(flags) as server:
-        held = deployment.Held(port=server.port, flags=flags)
         part = options.file.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(held))
-        part.rename(options.file)
+        part.write_bytes(msgspec.json.encode(deployment.Held(port=server.port, flags=flags)))
         try:
+            part.rename(options.file)
             server.wait_until_ended()
         finally:
-            options.file.unlink()
+            options.file.unlink(missing_ok=True)
     return 1
 
 

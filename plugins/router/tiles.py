@@ -49,14 +49,15 @@ class Form:
     tokens: int
     tiles: Tiles
     programs: int = 0
-    """D is cut into so many slices, a power of two, that there are about so many programs; 0: not cut."""
+    """About so many, at most, by cutting D into slices; 0: it is not cut."""
     depth: int = 128
     """Of a slice at least."""
 
 
 MANY = 1 << 60
 # Few rows: many programs, each of which loads its part of the router before the rows are there. More rows: tiles that
-# read the router less often (every block of rows reads it, from the L2). What they are worth: perf/kernels_router.py.
+# read the router less often (every block of rows reads it, from the L2). The tables are reckoned, not measured;
+# perf/kernels_router.py times them beside others.
 NARROW = (
     Form(32, Tiles(rows=16, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=256),
     Form(128, Tiles(rows=16, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128),
@@ -71,7 +72,7 @@ WIDE = (
     Form(32, Tiles(rows=16, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=256, depth=256),
     Form(128, Tiles(rows=32, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=256),
     Form(512, Tiles(rows=64, columns=128, block_k=64, warps=4, stages=5, choose_rows=1), programs=128, depth=256),
-    Form(MANY, Tiles(rows=128, columns=128, block_k=64, warps=8, stages=4, choose_rows=2), programs=128, depth=512),
+    Form(MANY, Tiles(rows=128, columns=128, block_k=64, warps=8, stages=4), programs=128, depth=512),
 )
 """More."""
 

@@ -38,7 +38,7 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
 
 @click.command("inspect")
 @click.argument("engine", type=click.Path(path_type=Path), required=False)
-@click.option("--verify", is_flag=True, help="Read every number, and hold it against the checksums of the build.")
+@click.option("--verify", is_flag=True, help="Read all weights and plans, and hold them against their checksums.")
 @click.option("--ops", is_flag=True, help="Say which implementation of each operation this machine uses, and why.")
 @click.option("--tokens", type=click.IntRange(min=1), default=8, show_default=True, help="With --ops: of a step.")
 def inspect_command(engine: Path | None, verify: bool, ops: bool, tokens: int) -> None:
@@ -53,14 +53,14 @@ def inspect_command(engine: Path | None, verify: bool, ops: bool, tokens: int) -
         _echo_operations(engine, tokens)
     elif engine is None:
         raise click.UsageError("Missing argument 'ENGINE'.")
-    elif has_plans(engine) and not (engine / MANIFEST).exists():
-        if verify:
-            raise click.UsageError(f"--verify reads an engine's numbers, and {engine} holds plans alone")
-        click.echo(f"plans                 {describe_plans(engine)}\n(plans alone: no weights, nothing to serve)")
     else:
-        click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))
+        plans_alone = has_plans(engine) and not (engine / MANIFEST).exists()
+        if plans_alone:
+            click.echo(f"plans                 {describe_plans(engine)}\n(plans alone: no weights, nothing to serve)")
+        else:
+            click.echo(format_inspection(or_fail(lambda: inspect_engine(engine))))
         if verify:
-            _verify(engine)
+            _verify(engine, plans_alone)
 
 
 def _echo_operations(engine: Path | None, tokens: int) -> None:
@@ -81,13 +81,19 @@ def _echo_operations(engine: Path | None, tokens: int) -> None:
     click.echo(format_operations(machine, kernels, sizes, experts, tokens))
 
 
-def _verify(engine: Path) -> None:
-    """Says that every number is as it was built, or refuses the engine."""
+def _verify(engine: Path, plans_alone: bool) -> None:
+    """Says that all weights and plans are as they were built, or refuses them."""
     from splash_engines.open import verify_engine
+    from splash_engines.tensorrt.store import has_plans, verify_plans
 
-    with _bar(f"Reading {engine.name}") as progress:
-        or_fail(lambda: verify_engine(engine, progress=progress))
-    click.echo("verified              every number is as it was built")
+    found = []
+    if not plans_alone:
+        with _bar(f"Reading {engine.name}") as progress:
+            or_fail(lambda: verify_engine(engine, progress=progress))
+        found.append("every number")
+    if has_plans(engine):
+        found.append(f"all {or_fail(lambda: verify_plans(engine))} plans")
+    click.echo(f"verified              as built: {', '.join(found)}")
 
 
 @contextmanager

@@ -256,14 +256,18 @@ class ClientSocket:
     async def _watch(self) -> None:
         """ZeroMQ does not say which client went away: all are spoken to, which fails for that one.
 
-        It tells a moment before it lets go of the client, and what is sent in that moment does not fail.
+        It tells a moment before it lets go of the client, and what is sent in that moment does not fail. So they are
+        spoken to several times, counted anew from the last client that went away.
         """
+        waits: list[float] = []
         while True:
-            await recv_monitor_message(self._monitor)
-            for wait_s in GONE_AFTER_S:
-                await asyncio.sleep(wait_s)
-                for name in list(self._clients):
-                    await self._welcome_client(name)
+            if await self._monitor.poll(1e3 * waits[0] if waits else None):
+                await recv_monitor_message(self._monitor)
+                waits = list(GONE_AFTER_S)
+                continue
+            del waits[0]
+            for name in list(self._clients):
+                await self._welcome_client(name)
 
     async def _welcome_client(self, name: bytes) -> None:
         try:

@@ -24,9 +24,9 @@ def refuse_unrunnable(model: ModelConfig, config: EngineConfig) -> None:
         stored = getattr(config.formats, field)
         if stored not in (None, config.dtype):
             raise ValueError(f"formats: {field} as {stored} while the engine's dtype is {config.dtype}; {PLANNED_ONLY}")
-    inner = model.experts.intermediate_size if model.experts is not None else config.num_ranks
-    if config.experts_cut == "inside" and inner < config.num_ranks:
+    experts, ranks = model.experts, config.num_ranks
+    if config.experts_cut == "inside" and experts is not None and experts.intermediate_size < ranks:
         raise ValueError(
-            f"experts_cut: inside would leave some of {config.num_ranks} ranks nothing of experts whose intermediate "
-            f"size is {inner}; take fewer ranks or leave experts whole"
+            f"experts_cut: inside would leave some of {ranks} ranks nothing of experts whose intermediate size is "
+            f"{experts.intermediate_size}; take fewer ranks or leave experts whole"
         )

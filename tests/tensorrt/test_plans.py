@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,29 @@ def test_again_from_the_cache(built: tuple[Path, Path, str], tmp_path: Path) -> 
     assert done.exit_code == 0 and "the others built in 0.0 s" in done.output
     seen = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again")])
     assert "by tensorrt_rtx 1.7.1.116 for sm_89, sm_120" in seen.output and "plans alone" in seen.output, seen.output
-    refused = CliRunner().invoke(commands, ["inspect", str(tmp_path / "again"), "--verify"])
-    assert refused.exit_code != 0 and "holds plans alone" in refused.output
     index = Path("plans") / "plans.json"
     assert (tmp_path / "again" / index).read_bytes() == (folder / index).read_bytes()
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["plans"]
     assert command("--out", str(tmp_path / "again"), "--plans-only", *arguments).exit_code != 0
     assert command("--out", str(tmp_path / "again"), "--plans-only", "--overwrite", *arguments).exit_code == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_verifying_reads_plans_to_their_ends(built: tuple[Path, Path, str], tmp_path: Path, whole: bool) -> None:
+    folder = tmp_path / "engine"
+    shutil.copytree(built[0] if whole else built[0] / "plans", folder if whole else folder / "plans")
+    plans = read_plans(folder).plans
+
+    def verify() -> Any:
+        return CliRunner().invoke(commands, ["inspect", str(folder), "--verify"])
+
+    good = verify()
+    assert good.exit_code == 0, good.output
+    assert good.stdout.endswith(f"as built: {'every number, ' if whole else ''}all {len(plans)} plans\n")
+    file = folder / "plans" / f"{list(plans)[-1]}.plan"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert verify().exit_code != 0 and f"{file}: was changed or damaged" in verify().output
 
 
 def test_other_kinds_of_networks(model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,6 +270,23 @@ def test_an_interrupted_build(model: ModelConfig, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
     assert [done for _, done in told] == sorted(done for _, done in told)
     assert {kind for kind, _ in told} == {"attention_in"}
+
+
+def test_an_interruption_as_soon_as_the_build_has_begun(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It must not wait for the whole build."""
+    only(monkeypatch, attention_in=segments.attention_in)
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *call: Any, **more: Any) -> Any:
+            super().submit(*call, **more)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("splash_engines.tensorrt.plans.ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_plans(api(), model, small(), PlanCache(tmp_path))
+    assert not list(tmp_path.iterdir()), "the build went on to its end"
 
 
 def test_a_signal_while_tensorrt_is_at_work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,3 +278,45 @@ class TestHeldServer:
                 assert server.port == 77
             with pytest.raises(ValueError, match="--memory 64MiB, not .*--memory 65MiB"):
                 deployment.server(parse([*given[:-1], "--memory 65MiB", "--at", str(held)]))
+
+    @pytest.mark.parametrize("ends", ["by itself", "by a signal", "by a signal as it appears"])
+    def test_its_file_is_there_while_it_serves(self, ends: str, tmp_path: Path, monkeypatch: Any) -> None:
+        file = tmp_path / "held"
+
+        class Fake:
+            port = 77
+
+            def __init__(self, flags: list[str]) -> None:
+                self.flags = flags
+
+            def __enter__(self) -> Fake:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                assert not file.exists(), "told of a server that is being ended"
+
+            def wait_until_ended(self) -> None:
+                assert msgspec.json.decode(file.read_bytes()) == {"port": 77, "flags": self.flags}
+                if ends == "by a signal":
+                    signal.raise_signal(signal.SIGTERM)
+
+        rename = Path.rename
+
+        def seen(path: Path, target: Path) -> None:
+            rename(path, target)
+            signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(hold, "Started", Fake)
+        if ends == "by a signal as it appears":
+            monkeypatch.setattr(Path, "rename", seen)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            if ends == "by itself":
+                assert hold.main([str(file), "--model", str(TINY)]) == 1
+            else:
+                with pytest.raises(SystemExit, match="143"):
+                    hold.main([str(file), "--model", str(TINY)])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        assert list(tmp_path.iterdir()) == []

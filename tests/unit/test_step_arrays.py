@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -40,7 +39,7 @@ def random_plan(config: EngineConfig, layout: Layout, rng: np.random.Generator, 
     want = np.union1d((ends - 1)[rng.random(len(rows)) < 0.8], np.flatnonzero(rng.random(total) < 0.1))
     where = (layout, home, start, count, absorbed)
     ranks = token_ranks(*where, num_ranks=config.num_ranks, page_tokens=config.page_tokens)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         empty_plan(config.num_ranks),
         layout=layout,
         slot=slot,
