@@ -125,7 +125,7 @@ def phases_of(load: Load, step_s: float) -> list[Phase]:
     """What is ahead. step_s: what a step takes now, which tells how many requests arrive meanwhile."""
     coming = _Coming(load.arriving, step_s)
     found = [_prompts_first(load, coming)] if load.prompt_tokens else []
-    return found + _decoding(load, coming, step_s) if load.running else found
+    return found + _decoding(load, coming) if load.running else found
 
 
 def _prompts_first(load: Load, coming: _Coming) -> Phase:
@@ -182,7 +182,7 @@ def _in_turn(prompts: np.ndarray, num_ranks: int, cuts: int) -> list[np.ndarray]
     return [group for part in parts for group in _in_turn(part, num_ranks, cuts - 1)]
 
 
-def _decoding(load: Load, coming: _Coming, step_s: float) -> list[Phase]:
+def _decoding(load: Load, coming: _Coming) -> list[Phase]:
     """What runs decodes on, fewer and fewer."""
     found: list[Phase] = []
     context = load.held + load.prefill
@@ -192,7 +192,8 @@ def _decoding(load: Load, coming: _Coming, step_s: float) -> list[Phase]:
     going = [
         min(float(np.exp(-x * life / left).sum()) + coming.running(answer, x * life, come), 1.0) for x in LIVES[:-1]
     ]
-    ends = -np.diff([*going, 0.0])
+    # Work that has ended does not go on with those who come later: that is other work.
+    ends = -np.diff([*np.minimum.accumulate(going), 0.0])
     for begin, end, ending in zip(LIVES[:-1], LIVES[1:], ends.tolist(), strict=True):
         steps, middle = (end - begin) * life, (begin + end) / 2 * life
         alive = np.exp(-middle / left)

@@ -327,6 +327,12 @@ class TestPhases:
         assert [phase.joining for phase in ending][1:] == sorted((p.joining for p in ending[1:]), reverse=True)
         assert ending[-1].joining < 0.1 * steady[-1].joining
 
+    def test_chances_that_work_ends_are_chances(self) -> None:
+        """Also where those who come are soon more than the one that runs."""
+        seen = load(left=np.array([50.0]), arriving=Arriving(0.5, 900.0, ((1.0, 450.0),), 1e6))
+        ends = [phase.ends for phase in phases_of(seen, 0.02)]
+        assert min(ends) >= 0 and sum(ends) == pytest.approx(1)
+
     def test_while_a_queue_is_served_others_come(self) -> None:
         """Documents beside a crowd that has just come, each computed by one owner of DP."""
         crowd, documents = np.full(200, 300), Arriving(0.2, 4000.0, ((1.0, 20_000.0),), 1e6)
