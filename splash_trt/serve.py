@@ -26,7 +26,7 @@ from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
-from splash_trt.frontend.client_socket import check_endpoint
+from splash_trt.frontend.client_socket import check_endpoint, check_free
 from splash_trt.frontend.connection import check_port
 from splash_trt.frontend.main import load_defaults
 from splash_trt.frontend.options import HttpSettings
@@ -99,6 +99,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """ValueError for options that do not go together."""
+        for field in ("engine", "model", "name", "trace"):
+            value = getattr(self, field)
+            if value is not None and not _is_text(value):
+                raise ValueError(f"--{field}: {value!r} is not allowed; it must be text in UTF-8, and not empty")
         if (self.engine is None) == (self.model is None):
             raise ValueError("--engine: give either --engine ENGINE or --model DIR with --dummy-weights SEED")
         if (self.model is None) != (self.dummy_weights is None):
@@ -115,6 +119,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Objective.parse(self.objective)
         if self.device is not None:
             load_device(self.device)
+
+
+def _is_text(value: str) -> bool:
+    """Ranks are told of it, and clients of the name, in UTF-8; a shell may give any bytes."""
+    try:
+        return bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
@@ -150,7 +162,7 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
         step_deadline_s=options.step_deadline_s,
     )
     refuse_unrunnable(model, EngineConfig(**fields))
-    memory = options.memory_bytes or memory_bytes
+    memory = memory_bytes if options.memory_bytes is None else options.memory_bytes
     if memory is None:
         memory = default_memory_bytes(model, EngineConfig(**fields))
     config = EngineConfig(memory_bytes=memory, **fields)
@@ -196,6 +208,8 @@ def check_frontend(options: ServeOptions) -> None:
         load_defaults(http)
     http.key()
     check_port(http.host, http.port)
+    if http.client_endpoint is not None:
+        check_free(http.client_endpoint)
 
 
 def check_before_ranks(options: ServeOptions) -> None:

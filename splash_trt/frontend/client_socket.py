@@ -7,10 +7,14 @@ tokenizer and stop strings. The messages are in triton_backend/repository/protoc
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import socket
 import uuid
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -77,10 +81,38 @@ def check_endpoint(endpoint: str, field: str = "client_endpoint") -> None:
     kind, _, where = endpoint.partition("://")
     host, _, port = where.rpartition(":")
     if kind == "ipc" and where.startswith("/"):
+        if len(os.fsencode(where)) > zmq.IPC_PATH_MAX_LEN or "\0" in where:
+            most = zmq.IPC_PATH_MAX_LEN
+            raise ValueError(f"{field}: {where!r} is not allowed; a socket's path has at most {most} bytes")
         return
     if kind != "tcp" or host not in LOOPBACK or not port.isdecimal() or not 0 < int(port) < 65536:
         allowed = "ipc:///path/of/socket or tcp://127.0.0.1:PORT"
         raise ValueError(f"{field}: {endpoint!r} is not allowed; it must be {allowed}")
+
+
+def check_free(endpoint: str) -> None:
+    """ValueError where nothing can listen now: ZeroMQ would put its socket in a file's place, or in another server's.
+
+    A socket that nobody listens at is what a killed server has left.
+    """
+    kind, _, where = endpoint.partition("://")
+    if kind != "ipc":
+        return
+    path = Path(where)
+    if not os.path.isdir(path.parent):
+        raise ValueError(f"client_endpoint: cannot listen on {endpoint}: there is no folder {path.parent}")
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(where)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if path.is_socket() and error.errno == errno.ECONNREFUSED:
+            return
+        why = error.strerror if path.is_socket() else "a file is there"
+    else:
+        why = "another server does"
+    raise ValueError(f"client_endpoint: cannot listen on {endpoint}: {why}; choose another path")
 
 
 class ClientSocket:
@@ -109,6 +141,7 @@ class ClientSocket:
 
     def start(self) -> None:
         """ValueError if nothing can listen there."""
+        check_free(self._endpoint)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be sent is dropped without a word
@@ -126,6 +159,8 @@ class ClientSocket:
 
     async def close(self) -> None:
         """Requests under way are cancelled without a word: tell them before, through the engine's client."""
+        if not self.tasks:
+            return  # it was never started, or could not be
         jobs = [job.task for client in self._clients.values() for job in client.jobs.values() if job.task is not None]
         for task in (*self.tasks, *jobs):
             task.cancel()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +15,12 @@ import pytest
 import zmq
 
 from splash_trt.frontend import client_socket
-from splash_trt.frontend.client_socket import Completions
+from splash_trt.frontend.client_socket import Completions, check_free
 from splash_trt.triton_backend.repository import protocol
 from splash_trt.triton_backend.repository.protocol import Cancel, Event, Frames, Generate, Hello, Welcome
 from tests.e2e.servers import wait_until
 from tests.frontend.fake_engine import FakeEngine, ready_message
-from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
+from tests.frontend.servers import ROOT, FrontendProcess, start_frontend, wait_until_ready
 
 
 class LocalClient:
@@ -84,6 +87,52 @@ def client(served: Served) -> Iterator[LocalClient]:
     client = LocalClient(served.endpoint)
     yield client
     client.close()
+
+
+def try_to_serve(link: str, endpoint: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "splash_trt.frontend.main", "--engine", link, "--model-name", "echo"]
+    command += ["--port", "0", "--client-endpoint", endpoint, *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "no folder", "server", "port"])
+def test_a_place_that_is_taken_is_left_alone(served: Served, socket_folder: Path, what: str) -> None:
+    """ZeroMQ would remove what is there."""
+    path = socket_folder / what.replace(" ", "-") / ("x" if what == "no folder" else "")
+    endpoint = served.endpoint if what == "server" else f"ipc://{path}"
+    if what == "file":
+        path.write_text("precious")
+    if what == "folder":
+        path.mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        if what == "port":
+            endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        refused = try_to_serve(f"ipc://{socket_folder}/no-engine", endpoint)
+    assert refused.returncode == 2, refused.stderr
+    assert refused.stderr.splitlines()[-1].startswith(f"frontend: client_endpoint: cannot listen on {endpoint}: ")
+    assert "Traceback" not in refused.stderr
+    assert what != "file" or path.read_text() == "precious"
+    client = LocalClient(served.endpoint)
+    client.send(Hello())
+    assert isinstance(client.receive(), Welcome)
+    client.close()
+
+
+def test_a_socket_that_a_killed_server_left_is_replaced(socket_folder: Path) -> None:
+    path = socket_folder / "left"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+        left.listen()
+    check_free(f"ipc://{path}")
+
+
+def test_a_port_that_is_taken_is_what_is_said(served: Served, socket_folder: Path) -> None:
+    """Not that local clients, who would have come next, cannot be parted with."""
+    flags = ("--port", str(served.frontend.port))
+    refused = try_to_serve(f"ipc://{socket_folder}/no-engine", f"ipc://{socket_folder}/free", *flags)
+    assert refused.returncode == 2 and "frontend: port: cannot listen" in refused.stderr.splitlines()[-1]
 
 
 def test_a_welcome(client: LocalClient) -> None:

@@ -55,6 +55,7 @@ def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
         "tcp://10.0.0.1:9000",
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:0",
+        "ipc:///" + "long" * 30,
     ],
 )
 def test_endpoints_that_are_refused(endpoint: str) -> None:
