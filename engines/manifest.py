@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import stat
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
@@ -234,7 +235,10 @@ def check_file(file: StoredFile, path: Path) -> None:
             "--self-contained if the checkpoint is to go away"
         )
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+            raise ValueError(f"{path}: is not a file; {remedy}")
+        size = found.st_size
         with path.open("rb") as opened:
             begin = opened.read(file.checked_bytes) if size == file.num_bytes else b""
     except FileNotFoundError as error:

@@ -157,6 +157,17 @@ def test_file_cut_short(keep: int, place: Path) -> None:
     open_engine(engine)
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file(put: Callable[[Path], object], name: str, place: Path) -> None:
+    """A pipe was waited at for ever."""
+    path = place / "engine" / name
+    path.unlink()
+    put(path)
+    with refused(path, "is not a file; build the engine again"):
+        open_engine(place / "engine")
+
+
 def test_change_while_it_is_open(place: Path) -> None:
     engine = open_engine(place / "engine")
     for path in (place / "engine" / WEIGHTS, sorted((place / "model").glob("*.safetensors"))[0]):
