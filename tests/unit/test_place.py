@@ -84,6 +84,18 @@ class TestServe:
         )
         assert {name: getattr(config, name) for name in given} == given
 
+    def test_no_memory_is_not_the_default(self) -> None:
+        options = ServeOptions(model=str(TINY), dummy_weights=0, memory_bytes=0)
+        with pytest.raises(ValueError, match="^memory_bytes: 0 is not a whole number from 1 "):
+            engine_config(options, load_config(TINY), "cpu", None)
+
+    @pytest.mark.parametrize("text", ["", "\udcff"])
+    @pytest.mark.parametrize("field", ["engine", "model", "name", "trace"])
+    def test_text_that_is_none(self, field: str, text: str) -> None:
+        fields: dict[str, Any] = {"model": str(TINY), "dummy_weights": 0, field: text}
+        with pytest.raises(ValueError, match=f"^--{field}: .* must be text in UTF-8, and not empty"):
+            check_before_ranks(ServeOptions(**fields))
+
     def test_experts_of_which_some_ranks_would_get_nothing_are_refused(self) -> None:
         """An intermediate size of 40."""
         options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=41, run_on="cpu", experts_cut="inside")
