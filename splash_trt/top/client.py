@@ -42,11 +42,13 @@ class Client:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url
-        self._at: SplitResult = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            is_url = self._at.scheme in ("http", "https") and bool(self._at.hostname)
+            self._at: SplitResult = urlsplit(url if "://" in url else f"http://{url}")
+            host = self._at.hostname or ""
+            is_url = self._at.scheme in ("http", "https") and bool(host.encode("idna"))
             self._port = self._at.port
-        except ValueError:
+            http.client.HTTPConnection(host, self._port)  # connects to nothing; refuses what no host has in its name
+        except (ValueError, http.client.InvalidURL):
             is_url = False
         if not is_url:
             raise ValueError(f"url: {url!r} is not allowed; it must be like http://127.0.0.1:8000")

@@ -131,6 +131,9 @@ def test_as_a_command_where_nobody_listens() -> None:
 @pytest.mark.parametrize(("flags", "words"), [
     (("--url", "ftp://x"), "--url: 'ftp://x' is not allowed"),
     (("--url", "http://x:port"), "--url"),
+    (("--url", " "), "--url: ' ' is not allowed"),
+    (("--url", "http://[::1"), "--url: 'http://[::1' is not allowed"),
+    (("--url", f"http://{'é' * 70}"), "is not allowed"),
     (("--api-key", "a b"), "--api-key: a key is not allowed"),
     (("--api-key-file", "/nowhere"), "--api-key-file"),
 ])  # fmt: skip
