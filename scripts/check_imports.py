@@ -48,6 +48,7 @@ LAYERS = {
     "splash_trt.migration.carrier": 4,
     "splash_trt.version": 0,
     "splash_trt.wording": 0,
+    "splash_trt.interruption": 0,
     "splash_trt.worker": 5,
     "splash_trt.orchestrator": 5,
     "splash_trt.link_server": 5,

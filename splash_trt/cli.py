@@ -5,15 +5,22 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from splash_trt import interruption
+
 EXIT_INTERRUPTED = 130
 
 
 def main() -> NoReturn:
     """Never a traceback for Ctrl-C: commands that run for long end in order, all else with one line and code 130."""
+    interrupted = interruption.watch()
     try:
         from splash_trt.commands.group import run
 
         run()
     except KeyboardInterrupt:
-        sys.stderr.write("splash-trt: interrupted\n")
-        sys.exit(EXIT_INTERRUPTED)
+        pass
+    except Exception:
+        if not interrupted.came:  # else of modules that were left half imported
+            raise
+    sys.stderr.write("splash-trt: interrupted\n")
+    sys.exit(EXIT_INTERRUPTED)

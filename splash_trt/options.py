@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from splash_trt import interruption
 from splash_trt.config import DTYPES, FORMATS, Formats
 
 FORMAT_ALIASES = {"bf16": "bfloat16"}
@@ -61,6 +62,7 @@ def formats_of(*, weights: str | None, attention: str | None, cache: str | None)
 
 def or_fail(act: Callable[[], Any]) -> Any:
     """act(), or its error as one that is said in one line, with an option by the name that the user gave it."""
+    interruption.check()  # all that a command needs has been imported
     try:
         return act()
     except (ValueError, OSError) as error:

@@ -157,3 +157,21 @@ def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
     done = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_INTERRUPTED
     assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"
+
+
+@pytest.mark.parametrize("then", ["", "raise ImportError('half imported')"])
+def test_ctrl_c_that_an_import_forgets_is_remembered(then: str) -> None:
+    """As torch's C code does with what is raised while it imports numpy."""
+    forgets = f"""
+        if name == "splash_trt.simulate.command":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                {then or "pass"}
+"""
+    at = INTERRUPTED.index("        if name")
+    program = INTERRUPTED[:at] + forgets.lstrip("\n") + INTERRUPTED[INTERRUPTED.index("\nsys.meta_path") :]
+    command = [sys.executable, "-c", program, "simulate", *PLANNED, "--device", "h100", "--trace", LOAD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"

@@ -1,0 +1,32 @@
+"""Ctrl-C that is not lost: what is raised within C code that imports something, that code may forget."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class Interruption:
+    """The handler of SIGINT for a command, until the command has one of its own."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+
+def watch() -> Interruption:
+    """Takes SIGINT where Python's own handler would: a shell has it ignored for what runs in the background."""
+    handler = Interruption()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)
+    return handler
+
+
+def check() -> None:
+    """KeyboardInterrupt, if one was raised before and forgotten."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, Interruption) and handler.came:
+        raise KeyboardInterrupt
