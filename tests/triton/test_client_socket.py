@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -248,6 +249,26 @@ def test_clients_that_go_away_do_not_wait_for_each_other(socket_folder: Path, mo
         await serves.close()
 
     asyncio.run(asyncio.wait_for(one_after_the_other(), 30))
+
+
+def _connects(passing: socket.socket, endpoint: str) -> bool:
+    try:
+        passing.connect(endpoint.removeprefix("ipc://"))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_thousands_that_come_and_go_leave_it_to_others(served: Served) -> None:
+    """ZeroMQ's thread waited for somebody to read who has gone, a second each."""
+    for _ in range(3000):
+        with socket.socket(socket.AF_UNIX) as passing:
+            passing.setblocking(False)  # so that a full queue of those who come is an error, and waits for nobody
+            wait_until(partial(_connects, passing, served.endpoint))
+    client = LocalClient(served.endpoint)
+    client.generate("a", "abc", 3)
+    assert "".join(event.text for event in client.answer()) == "abc"
+    client.close()
 
 
 def test_two_clients_may_use_the_same_id(client: LocalClient, served: Served) -> None:
