@@ -62,14 +62,22 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server(options: argparse.Namespace) -> contextlib.AbstractContextManager[Server]:
-    """One of our own, or that of --at; ValueError if that one has other flags than the result would tell of."""
+    """One of our own, or that of --at; ValueError if it is gone, or has other flags than the result would tell of."""
     wanted = flags(options)
     if options.at is None:
         return Started(wanted)
-    held = msgspec.json.decode(options.at.read_bytes(), type=Held)
+    try:
+        held = msgspec.json.decode(options.at.read_bytes(), type=Held)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"at: {options.at} is not of a server that perf.serving.hold holds: {error}") from error
     if held.flags != wanted:
         raise ValueError(f"at: the server was started with {shlex.join(held.flags)}, not {shlex.join(wanted)}")
-    return contextlib.nullcontext(Server(held.port))
+    found = Server(held.port)
+    try:
+        found.ask("GET", "/readyz")
+    except OSError as error:
+        raise ValueError(f"at: no server answers at port {held.port}; remove {options.at}, and hold another") from error
+    return contextlib.nullcontext(found)
 
 
 def floor_of(options: argparse.Namespace, model: ModelConfig) -> Floor | None:

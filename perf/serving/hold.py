@@ -7,6 +7,7 @@ ready, and is what their --at wants. It is ended by SIGTERM or SIGINT, and FILE 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,20 +26,44 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check(file: Path) -> None:
+    """ValueError where FILE could not appear: a server on GPUs takes a minute to start for nothing."""
+    if os.path.lexists(file):
+        raise ValueError(f"file: {file} is there already: another server is held by it, or one that was killed was")
+    if not file.parent.is_dir():
+        raise ValueError(f"file: there is no folder {file.parent}")
+
+
+def publish(held: deployment.Held, file: Path) -> None:
+    """All of it at once; FileExistsError if another has come first."""
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.encode(held))
+        os.link(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def withdraw(held: deployment.Held, file: Path) -> None:
+    """Removes what `publish` has put there, if it came to that, and no other server's."""
+    if file.exists() and file.read_bytes() == msgspec.json.encode(held):
+        file.unlink()
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    check(options.file)
     flags = deployment.flags(options)
     # Before the server starts, so that one which is on its way ends as well.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with Started(flags) as server:
-        part = options.file.with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(deployment.Held(port=server.port, flags=flags)))
+        held = deployment.Held(port=server.port, flags=flags)
         try:
-            part.rename(options.file)
+            publish(held, options.file)
             server.wait_until_ended()
         finally:
-            options.file.unlink(missing_ok=True)
+            withdraw(held, options.file)
     return 1
 
 

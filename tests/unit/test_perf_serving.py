@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -268,16 +271,54 @@ class TestRollout:
 
 
 class TestHeldServer:
-    def test_it_has_the_flags_that_the_result_tells_of(self, tmp_path: Path) -> None:
-        given = ["--model", str(TINY), "--run-on", "cpu", "--serve", "--memory 64MiB"]
-        flags = deployment.flags(hold.parse(["file", *given]))
-        held = tmp_path / "held"
-        held.write_bytes(msgspec.json.encode(deployment.Held(port=77, flags=flags)))
+    GIVEN = ("--model", str(TINY), "--run-on", "cpu", "--serve", "--memory 64MiB")
+
+    @pytest.fixture
+    def port(self) -> Iterator[int]:
+        """Where something speaks HTTP."""
+        with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            yield server.server_port
+            server.shutdown()
+            thread.join()
+
+    def held(self, folder: Path, port: int) -> Path:
+        flags = deployment.flags(hold.parse(["file", *self.GIVEN]))
+        hold.publish(deployment.Held(port=port, flags=flags), folder / "held")
+        return folder / "held"
+
+    def test_it_has_the_flags_that_the_result_tells_of(self, tmp_path: Path, port: int) -> None:
+        held = self.held(tmp_path, port)
         for parse in (measure.parse, rollout.parse):
-            with deployment.server(parse([*given, "--at", str(held)])) as server:
-                assert server.port == 77
+            with deployment.server(parse([*self.GIVEN, "--at", str(held)])) as server:
+                assert server.port == port
             with pytest.raises(ValueError, match="--memory 64MiB, not .*--memory 65MiB"):
-                deployment.server(parse([*given[:-1], "--memory 65MiB", "--at", str(held)]))
+                deployment.server(parse([*self.GIVEN[:-1], "--memory 65MiB", "--at", str(held)]))
+
+    def test_one_that_is_gone(self, tmp_path: Path) -> None:
+        with socket.socket() as taken:  # which nobody listens at
+            taken.bind(("127.0.0.1", 0))
+            held = self.held(tmp_path, taken.getsockname()[1])
+            with pytest.raises(ValueError, match="^at: no server answers at port .* remove .*held, and hold another"):
+                deployment.server(measure.parse([*self.GIVEN, "--at", str(held)]))
+        for data in ("{}", "hello"):
+            held.write_text(data)
+            with pytest.raises(ValueError, match="^at: .*held is not of a server"):
+                deployment.server(measure.parse([*self.GIVEN, "--at", str(held)]))
+
+    def test_a_file_is_of_one_server(self, tmp_path: Path) -> None:
+        """Both would remove it."""
+        hold.check(tmp_path / "held")
+        held = self.held(tmp_path, 1)
+        with pytest.raises(ValueError, match="^file: .*held is there already"):
+            hold.check(held)
+        with pytest.raises(FileExistsError):
+            self.held(tmp_path, 2)
+        assert msgspec.json.decode(held.read_bytes(), type=deployment.Held).port == 1
+        assert list(tmp_path.iterdir()) == [held]
+        with pytest.raises(ValueError, match="^file: there is no folder"):
+            hold.check(tmp_path / "none" / "held")
 
     @pytest.mark.parametrize("ends", ["by itself", "by a signal", "by a signal as it appears"])
     def test_its_file_is_there_while_it_serves(self, ends: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -300,15 +341,15 @@ class TestHeldServer:
                 if ends == "by a signal":
                     signal.raise_signal(signal.SIGTERM)
 
-        rename = Path.rename
+        link = os.link
 
-        def seen(path: Path, target: Path) -> None:
-            rename(path, target)
+        def seen(part: Path, target: Path) -> None:
+            link(part, target)
             signal.raise_signal(signal.SIGTERM)
 
         monkeypatch.setattr(hold, "Started", Fake)
         if ends == "by a signal as it appears":
-            monkeypatch.setattr(Path, "rename", seen)
+            monkeypatch.setattr(hold.os, "link", seen)
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             if ends == "by itself":
