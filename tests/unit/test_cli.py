@@ -138,6 +138,7 @@ def test_a_long_value_is_quoted_in_short(
 
 INTERRUPTED = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 from splash_trt.cli import main
 
 class Interrupts:
