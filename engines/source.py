@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from splash_engines.manifest import DTYPES, Manifest, Part, StoredTensor, checksum, row_bytes
-from splash_trt.weights.spec import TensorSpec, tensor_specs
+from splash_trt.weights.spec import TensorSpec, part_of_experts, tensor_specs
 
 
 class EngineSource:
@@ -49,16 +49,14 @@ class EngineSource:
     def _read_experts(self, tensor: StoredTensor, spec: TensorSpec, begin: int, end: int, out: torch.Tensor) -> None:
         """Of a tensor with parts for each expert, which together are its rows; see `read`."""
         each = len(tensor.parts) // spec.shape[0]
-        experts = range(begin, end) if spec.axis == 0 else range(spec.shape[0])
-        low, high = (begin, end) if spec.axis == 1 else (0, spec.shape[1])
-        columns = slice(begin, end) if spec.axis == 2 else slice(None)
+        experts, wanted, columns = part_of_experts(spec.shape, spec.axis, begin, end)
         for expert, target in zip(experts, out, strict=True):
             for i in range(each):
                 part = tensor.parts[expert * each + i]
                 before = i * part.rows
-                wanted = range(max(low, before), min(high, before + part.rows))
-                for first, rows in self._rows(tensor, part, wanted.start - before, wanted.stop - before):
-                    at = before + first - low
+                low, high = max(wanted.start, before), min(wanted.stop, before + part.rows)
+                for first, rows in self._rows(tensor, part, low - before, high - before):
+                    at = before + first - wanted.start
                     target[at : at + len(rows)].copy_(rows[:, columns])
 
     def verify(self, tensor: StoredTensor, part: Part) -> int:

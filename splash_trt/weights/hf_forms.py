@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from splash_trt.models.config import LayerKind, ModelConfig
-from splash_trt.weights.spec import TensorSpec
+from splash_trt.weights.spec import TensorSpec, part_of_experts
 
 Open = Callable[[str], Any]
 """From a name in the file to a safetensors slice: indexing it maps only what is indexed."""
@@ -119,16 +119,15 @@ class PerExpert:
         return {self._name(e, suffix): self.shape for e in range(self.num_experts) for suffix in self.suffixes}
 
     def read(self, open_slice: Open, begin: int, end: int, out: torch.Tensor) -> None:
-        experts = range(begin, end) if self.axis == 0 else range(self.num_experts)
-        low, high = (begin, end) if self.axis == 1 else (0, len(self.suffixes) * self.shape[0])
-        columns = slice(begin, end) if self.axis == 2 else slice(None)
+        shape = (self.num_experts, len(self.suffixes) * self.shape[0], self.shape[1])
+        experts, wanted, columns = part_of_experts(shape, self.axis, begin, end)
         for expert, target in zip(experts, out, strict=True):
             for i, suffix in enumerate(self.suffixes):
                 before = i * self.shape[0]
-                rows = range(max(low, before), min(high, before + self.shape[0]))
+                rows = range(max(wanted.start, before), min(wanted.stop, before + self.shape[0]))
                 if rows:
                     part = open_slice(self._name(expert, suffix))[rows.start - before : rows.stop - before, columns]
-                    target[rows.start - low : rows.stop - low].copy_(part)
+                    target[rows.start - wanted.start : rows.stop - wanted.start].copy_(part)
 
 
 _TOP = MappingProxyType(

@@ -117,6 +117,14 @@ def _experts(prefix: str, num_experts: int, inner: int, hidden: int, experts_cut
     return [replace(gate_up, axis=1, stretches=2), replace(down, axis=2)]
 
 
+def part_of_experts(shape: tuple[int, ...], axis: int, begin: int, end: int) -> tuple[range, range, slice]:
+    """The experts, each one's rows and their columns, of [begin, end) along `axis` of a tensor [E, rows, columns]."""
+    whole = [(0, size) for size in shape]
+    whole[axis] = (begin, end)
+    experts, rows, columns = whole
+    return range(*experts), range(*rows), slice(*columns)
+
+
 def _moe(model: ModelConfig, prefix: str, experts_cut: str) -> list[TensorSpec]:
     moe, hidden = model.experts, model.hidden_size
     assert moe is not None
