@@ -11,7 +11,7 @@ import numpy as np
 from splash_trt.config import Layout
 
 KEPT = 512  # of the latest lengths
-SIZES = 40  # of prompts, by powers of two
+SIZES = 40  # of prompts, by powers of two; all that are longer count as the last
 PRIOR_WEIGHT = 4.0  # lengths that the rule of thumb counts as
 ALIKE = 1.2  # lengths of prompts that differ by less are taken together
 ENOUGH = 4  # lengths with like prompts, to go by them alone
@@ -142,7 +142,7 @@ class Arrivals:
             self._begin = second
         if not self._seconds or self._seconds[-1].second != second:
             self._seconds.append(_Second(second))
-        size = prompt_tokens.bit_length()
+        size = min(prompt_tokens.bit_length(), SIZES - 1)
         if second - self._last.get(size, -self.SECONDS - 1) > self.SECONDS:
             self._since[size] = second
         self._last[size] = second

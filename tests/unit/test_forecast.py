@@ -67,6 +67,13 @@ def test_arrivals() -> None:
     assert arrivals.rates(519.9).most_tokens == pytest.approx(20 * 400, rel=0.05), "what came before the gap is over"
 
 
+@pytest.mark.parametrize("tokens", [1 << 38, 1 << 39, 1 << 62])
+def test_arrivals_longer_than_any_context(tokens: int) -> None:
+    arrivals = Arrivals()
+    arrivals.add(1.0, tokens)
+    assert arrivals.rates(2.0).prompts == ((1.0, tokens),)
+
+
 def test_silence_ends_what_used_to_come() -> None:
     arrivals = Arrivals()
     for i in range(40):
