@@ -8,13 +8,18 @@ from typing import Any
 import click
 
 from splash_trt import interruption
-from splash_trt.config import DTYPES, FORMATS, Formats
+from splash_trt.config import DTYPES, EXPERTS_CUTS, FORMATS, Formats
 
 FORMAT_ALIASES = {"bf16": "bfloat16"}
 FORMAT_NAMES = (*FORMAT_ALIASES, *FORMATS)
 DTYPE_NAMES = (*FORMAT_ALIASES, *DTYPES)
 DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+experts_option = click.option(
+    "--experts-cut", type=click.Choice(EXPERTS_CUTS), default=EXPERTS_CUTS[0], show_default=True,
+    help="Routed experts over ranks: each whole on one, or a slice of each on all (same bytes read by all ranks).",
+)  # fmt: skip
 
 
 class Size(click.ParamType):

@@ -9,16 +9,18 @@ from typing import Any
 
 import click
 
-from splash_trt.capacity.report import Case, Lengths, case, num_parameters
+from splash_trt.capacity.report import CUTS, Case, Lengths, case, num_parameters
 from splash_trt.capacity.table import format_assumptions, format_case, format_count
 from splash_trt.config import EngineConfig
 from splash_trt.models.planning import load_for_planning
+from splash_trt.models.runnable import refuse_cut
 from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
     Number,
     Size,
+    experts_option,
     format_of,
     formats_of,
     or_fail,
@@ -74,6 +76,7 @@ class LengthsOption(click.ParamType):
               help="Format of attention's head-cut weights; both: one report for fp8 and one for bf16.")  # fmt: skip
 @click.option("--weights", type=click.Choice(FORMAT_NAMES), help="Format of the other products' weights.")
 @click.option("--cache", type=click.Choice(FORMAT_NAMES), help="Format of the cache.")
+@experts_option
 @click.option("--lengths", type=LengthsOption(), multiple=True,
               help="Prompt and output tokens, for the largest batch of such requests; may be repeated.")  # fmt: skip
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
@@ -99,6 +102,7 @@ def _report(
     attention: str | None,
     weights: str | None,
     cache: str | None,
+    experts_cut: str,
     lengths: tuple[Lengths, ...],
     page_tokens: int,
 ) -> Report:
@@ -114,9 +118,11 @@ def _report(
             formats=formats_of(weights=weights, attention=choice, cache=cache),
             memory_bytes=memory,
             page_tokens=page_tokens,
+            experts_cut=experts_cut,
         )
         for choice in choices
     ]
+    refuse_cut(found, configs[0])
     parameters = num_parameters(found)
     context = configs[0].context_block
     return Report(
@@ -127,6 +133,7 @@ def _report(
             "memory": f"{memory:,} bytes on each rank for workspace, weights and cache: {source}",
             "dtype": f"{configs[0].dtype}: all that no format is about; norms, biases, router, the indexer's head "
             "weights, embedding and head always are",
+            **({} if found.experts is None else {"experts": CUTS[experts_cut]}),
             "fp8": "a float32 scale for 128 x 128 weights, or 128 numbers of a cache row, whose rope part is bfloat16",
             "workspace": f"the server's: {context} context rows and what they expand to; activations are not counted",
         },

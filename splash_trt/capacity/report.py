@@ -23,6 +23,8 @@ KINDS = {
     Cut.NONE: "replicated",
     Cut.VOCABULARY: "embedding_and_head",
 }
+CUTS = {"whole": "each whole on one rank", "inside": "a slice of each on every rank"}
+"""By EngineConfig's experts_cut, what ranks have of routed experts."""
 OTHERS = "attention_others"
 """The other ranks' heads, there in DP and CP alone."""
 

@@ -9,15 +9,14 @@ import click
 import msgspec
 
 from splash_trt import environment
-from splash_trt.config import DTYPES, EXPERTS_CUTS, MAX_DEADLINE_S, OPERATORS, SIMULATED_ROUTING
+from splash_trt.config import DTYPES, MAX_DEADLINE_S, OPERATORS, SIMULATED_ROUTING
 from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.observe.options import observe_options
-from splash_trt.options import Number, Size, or_fail
+from splash_trt.options import Number, Size, experts_option, or_fail
 
 OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throughput, p99 per token at most MS)."
 MEMORY_HELP = "One rank's arena: weights, workspaces and cache; default on GPUs: 85 % of the smallest one's memory."
 ROUTING_HELP = "Random experts instead of the router's, for performance work with random weights; outputs are nonsense."
-EXPERTS_HELP = "Routed experts over ranks: each whole on one, or a slice of each on all (same bytes read by all ranks)."
 OPERATORS_HELP = "On GPUs: our own kernels alone, or auto: TensorRT-LLM's too where they are right and faster."
 DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's calibration, else this machine."
 
@@ -39,7 +38,7 @@ DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's cal
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
 @click.option("--memory", "memory_bytes", type=Size(), help=MEMORY_HELP)
 @click.option("--simulate-routing", type=click.Choice(SIMULATED_ROUTING[1:]), help=ROUTING_HELP)
-@click.option("--experts-cut", type=click.Choice(EXPERTS_CUTS), default="whole", show_default=True, help=EXPERTS_HELP)
+@experts_option
 @click.option("--operators", type=click.Choice(OPERATORS), default="auto", show_default=True, help=OPERATORS_HELP)
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
 @click.option("--max-batch-tokens", type=int, help="Most tokens in one step; default: 2048, on GPUs 8192.")

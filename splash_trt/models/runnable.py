@@ -1,4 +1,4 @@
-"""What can be planned for, but not be run: one place that refuses it, before any rank starts."""
+"""What cannot be run, most of which can be planned for: one place that refuses it, before any rank starts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ def refuse_unrunnable_model(model: ModelConfig) -> None:
 
 
 def refuse_unrunnable(model: ModelConfig, config: EngineConfig) -> None:
-    """As refuse_unrunnable_model, and for numbers that would have to be stored as something else than dtype, and for
-    experts that cannot be cut as asked for."""
+    """As refuse_unrunnable_model and refuse_cut, and for numbers that would have to be stored as something else than
+    dtype."""
     refuse_unrunnable_model(model)
     for field in ("weights", "attention", "cache"):
         stored = getattr(config.formats, field)
         if stored not in (None, config.dtype):
             raise ValueError(f"formats: {field} as {stored} while the engine's dtype is {config.dtype}; {PLANNED_ONLY}")
+    refuse_cut(model, config)
+
+
+def refuse_cut(model: ModelConfig, config: EngineConfig) -> None:
+    """ValueError for experts that cannot be cut as asked for, which cannot be planned for either."""
     experts, ranks = model.experts, config.num_ranks
     if config.experts_cut == "inside" and experts is not None and experts.intermediate_size < ranks:
         raise ValueError(

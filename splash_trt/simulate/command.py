@@ -18,12 +18,14 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.memory.map import model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.planning import load_for_planning
+from splash_trt.models.runnable import refuse_cut
 from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
     Number,
     Size,
+    experts_option,
     format_of,
     formats_of,
     or_fail,
@@ -70,6 +72,7 @@ class Labels(click.ParamType):
 @click.option("--cache", type=click.Choice(FORMAT_NAMES), help="Format of the cache.")
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
+@experts_option
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
 @click.option("--memory-share", type=Number(0, 1, above=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
@@ -113,6 +116,7 @@ class Options:
     attention: str | None = None
     cache: str | None = None
     dtype: str = "bfloat16"
+    experts_cut: str = "whole"
     memory_bytes: int | None = None
     memory_share: float | None = None
     max_batch_tokens: int = 8192
@@ -138,6 +142,7 @@ def run(options: Options) -> Comparison:
     believed = device if options.policy_device is None else _policy_device(options.policy_device)
     memory, origin = _memory(options, device)
     base = _config(options, memory, device)
+    refuse_cut(model, base)
     for config in configs(base, options.layouts).values():
         model_sizes(model, config)  # says which rank lacks how much, before anything runs
     cost = CostModel(model, base, device)
@@ -251,6 +256,7 @@ def _config(options: Options, memory: int, device: Device) -> EngineConfig:
         max_batch_tokens=options.max_batch_tokens,
         max_running=options.max_running,
         max_context=options.max_context,
+        experts_cut=options.experts_cut,
         migration_bytes=device.migration_bytes if options.migration_bytes is None else options.migration_bytes,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from splash_trt.capacity.report import stored_as
+from splash_trt.capacity.report import CUTS, stored_as
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.memory.map import capacity
 from splash_trt.models.config import ModelConfig
@@ -116,11 +116,13 @@ def compare(
     return Comparison(
         outcomes=tuple(outcomes[label] for label in order if label in outcomes),
         capacity_tokens=room,
-        assumptions=_assumptions(base, trace, limit, shortened),
+        assumptions=_assumptions(model, base, trace, limit, shortened),
     )
 
 
-def _assumptions(base: EngineConfig, trace: Trace, limit: int, shortened: int) -> tuple[tuple[str, str], ...]:
+def _assumptions(
+    model: ModelConfig, base: EngineConfig, trace: Trace, limit: int, shortened: int
+) -> tuple[tuple[str, str], ...]:
     """What of the load and the deployment the numbers rest on; the device's part is the caller's."""
     stored = ", ".join(f"{name} {value}" for name, value in stored_as(base).items())
     cut = f"{shortened} of {trace.num_requests} requests shortened to {limit} tokens, prompt and output together"
@@ -132,6 +134,7 @@ def _assumptions(base: EngineConfig, trace: Trace, limit: int, shortened: int) -
         ("load", "the scheduler and the policy do not know output lengths; requests end by an end-of-text token"),
         ("ranks", f"{base.num_ranks}, each with {base.memory_bytes / 1e9:.1f} GB for weights, workspaces and cache"),
         ("formats", f"{stored}, arithmetic {base.dtype}"),
+        *((("experts", CUTS[base.experts_cut]),) if model.experts is not None else ()),
         ("limits", f"{base.max_batch_tokens} tokens a step, {base.max_running} running requests, "
                    f"pages of {base.page_tokens} tokens, {base.plans_in_flight} plans in flight"),
         ("auto", f"starts in {FIRST_LAYOUT.name.lower()}; a switch begins with {base.migration_bytes} bytes a step and "

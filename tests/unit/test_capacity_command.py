@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from splash_trt.capacity.command import capacity_command
 from splash_trt.capacity.report import Lengths, largest_batch
 from splash_trt.capacity.table import format_count
-from splash_trt.commands.group import commands
-from splash_trt.config import EngineConfig, Formats, Layout
+from splash_trt.commands.group import COMMANDS, commands
+from splash_trt.config import EXPERTS_CUTS, EngineConfig, Formats, Layout
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map
 from splash_trt.scheduler.devices import load_device
@@ -74,6 +74,25 @@ def test_the_figures_are_the_servers(written: dict[str, str], ranks: int) -> Non
         assert by_kind["attention_others"] == m.others_bytes
         assert sum(by_kind.values()) == m.own_bytes + m.others_bytes
     assert (case["workspace_bytes"], case["page_bytes"]) == (m.workspace_bytes, m.page_bytes)
+
+
+def test_experts_that_are_cut_inside(written: dict[str, str]) -> None:
+    """64 experts on 3 ranks: 22, 21 and 21 whole ones, or a third of each on all."""
+    fixed = ("--model", written["glm"], "--memory", "100G", "--ranks", "3")
+    model, fields = parse(GLM), {"num_ranks": 3, "dtype": "bfloat16", "memory_bytes": 100 << 30}
+    experts, words = {}, {}
+    for cut in EXPERTS_CUTS:
+        found = report(*fixed, "--experts-cut", cut)
+        (case,) = found["cases"]
+        config = EngineConfig(**fields, experts_cut=cut)
+        for room in case["layouts"]:
+            assert room["total_tokens"] == capacity(model, config, Layout.parse(room["layout"])).total_tokens
+        experts[cut] = [by_kind["experts"] for by_kind in case["weights_bytes"]]
+        words[cut] = found["assumptions"]["experts"]
+    assert words == {"whole": "each whole on one rank", "inside": "a slice of each on every rank"}
+    assert sum(experts["whole"]) == pytest.approx(sum(experts["inside"]), rel=1e-3)
+    assert experts["whole"][0] / experts["whole"][2] == pytest.approx(22 / 21)
+    assert len(set(experts["inside"])) == 1
 
 
 def hand_percent(base: dict[str, Any], memory: float, attention: int) -> float:
@@ -248,6 +267,7 @@ def test_a_quantised_checkpoint_is_read_and_said(written: dict[str, str], tmp_pa
         (("--device", "h200", "--lengths", "202000,1000"), "--lengths: 202000 + 1000 tokens are more than"),
         (("--device", "h200", "--weights", "int4"), "--weights"),
         (("--device", "h200", "--weights", "both"), "--weights"),
+        (("--device", "h200", "--experts-cut", "rows"), "--experts-cut"),
         (("--device", "h200", "--page-tokens", "0"), "--page-tokens: 0 is not a whole number"),
     ],
 )
@@ -255,6 +275,19 @@ def test_what_is_wrong_is_said_by_option(written: dict[str, str], arguments: tup
     result = run("--model", written["glm"], "--ranks", "2", *arguments)
     assert result.exit_code != 0 and message in result.output
     assert "Traceback" not in result.output
+
+
+def test_slices_of_experts_that_would_be_empty() -> None:
+    small = str(Path(__file__).parents[2] / "models" / "splash-tiny")
+    result = run("--model", small, "--ranks", "41", "--memory", "1G", "--experts-cut", "inside")
+    assert result.exit_code != 0 and "--experts-cut: inside would leave some of 41 ranks nothing" in result.output
+
+
+@pytest.mark.parametrize("name", ["capacity", "simulate"])
+def test_experts_are_cut_by_the_server_s_option(name: str) -> None:
+    of = {command: {p.name: p for p in COMMANDS[command].load().params} for command in (name, "serve")}
+    mine, server = (of[command]["experts_cut"].to_info_dict() for command in (name, "serve"))
+    assert mine == server
 
 
 def test_it_is_one_of_the_commands() -> None:

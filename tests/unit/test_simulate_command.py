@@ -60,6 +60,18 @@ def test_a_recorded_load(tmp_path: Path) -> None:
     assert "2 times as fast" in result.output
 
 
+def test_experts_that_are_cut_inside(tmp_path: Path) -> None:
+    seconds = {}
+    for cut, words in (("whole", "each whole on one rank"), ("inside", "a slice of each on every rank")):
+        file = tmp_path / f"{cut}.json"
+        result = called("--layouts", "tp", "--experts-cut", cut, "--json", str(file))
+        assert result.exit_code == 0, result.output
+        data = json.loads(file.read_text())
+        assert data["assumptions"]["experts"] == words and words in result.output
+        seconds[cut] = data["outcomes"][0]["makespan_s"]
+    assert seconds["whole"] != seconds["inside"]
+
+
 def test_auto_may_be_wrong_about_the_device() -> None:
     result = called("--layouts", "auto,tp,dp", "--policy-device", "h100")
     assert result.exit_code == 0, result.output
@@ -84,6 +96,7 @@ def test_pictures(tmp_path: Path) -> None:
         (["--migration-bytes", "0"], LOAD, "--migration-bytes: 0 is not"),
         (["--memory", "1M"], LOAD, "--memory: 1048576 is too small"),
         (["--memory-share", "0.5"], LOAD, "--memory-share:"),
+        (["--ranks", "41", "--experts-cut", "inside"], LOAD, "--experts-cut: inside would leave some of 41 ranks"),
         (["--requests", "3"], LOAD, "as in rollouts:prompts=2"),
         (["--requests", "3"], "prompts:requests=2", "as in prompts:requests=2"),
         ([], "rollouts:speed=2", "--trace: rollouts has no 'speed'"),
