@@ -19,7 +19,7 @@ from splash_trt import environment
 from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes
+from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
 from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
@@ -91,7 +91,7 @@ class LLM:
         if rank == 0:
             policy = None
             if auto:
-                known = known or device_for(folder, ranks, on_gpu=on_gpu)
+                known = known or device_for(folder, ranks, gpu_name(world))
                 policy = cost_policy(self.model, self.config, known, goal)
             self.orchestrator = Orchestrator.of(self.model, self.config, self._worker, policy)
 

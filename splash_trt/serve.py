@@ -22,7 +22,7 @@ from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
 from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes
+from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
@@ -45,7 +45,7 @@ from splash_trt.observe.spans import check_endpoint as check_collector
 from splash_trt.observe.trace import StepTracer
 from splash_trt.orchestrator import Orchestrator, cost_policy
 from splash_trt.scheduler.compare import Objective
-from splash_trt.scheduler.devices import device_for, load_device
+from splash_trt.scheduler.devices import device_for, load_device, refuse_undescribed
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.source import WeightSource
 from splash_trt.worker import start_worker
@@ -221,7 +221,7 @@ def check_before_ranks(options: ServeOptions) -> None:
     engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
     if environment.mpi_rank() == 0:
         if run_on == "gpu" and options.device is None:
-            device_for(options.folder, options.ranks, on_gpu=True)
+            refuse_undescribed(options.folder, options.ranks)
         check_frontend(options)
 
 
@@ -281,7 +281,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     if options.device:
         device = load_device(options.device)
     else:
-        device = device_for(options.folder, options.ranks, on_gpu=on_gpu)
+        device = device_for(options.folder, options.ranks, gpu_name(world))
     config = dataclasses.replace(config, migration_bytes=device.migration_bytes)
     policy = cost_policy(model, config, device, Objective.parse(options.objective))
     orchestrator = Orchestrator.of(model, config, worker, policy)

@@ -13,16 +13,16 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from splash_trt.calibrate.cells import Cell, Limits, grid, random_cells
 from splash_trt.calibrate.fit import Sample, errors, fit
 from splash_trt.calibrate.measure import Bench, Progress, calibration_config, measure, product_rate
 from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.place import gpu_name
 from splash_trt.dist.world import World
 from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.device import Device
-from splash_trt.scheduler.devices import this_cpu, this_gpu
+from splash_trt.scheduler.devices import described_gpu, this_cpu
 from splash_trt.version import __version__
 from splash_trt.weights.source import WeightSource
 
@@ -79,8 +79,9 @@ def calibrate(
     seconds: of measuring. cores: on which ranks run, None for as many as this process may use. ValueError for a GPU
     that has no built-in description to begin with.
     """
-    on_gpu = world.device.type == "cuda"
-    gpu = this_gpu(torch.cuda.get_device_name(world.device)) if on_gpu else None
+    name = gpu_name(world)
+    gpu = None if name is None else described_gpu(name)
+    on_gpu = gpu is not None
     limits = limits or (GPU_LIMITS if on_gpu else LIMITS)
     limits = replace(limits, context=min(limits.context, model.max_positions))
     layouts = layouts if world.size > 1 else layouts[:1]

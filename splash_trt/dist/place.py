@@ -56,6 +56,11 @@ def refuse(ranks_here: int) -> None:
     )
 
 
+def gpu_name(world: World) -> str | None:
+    """What the driver calls this rank's GPU; None: it computes on processors. Initialises CUDA, so it is for ranks."""
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+
+
 def default_arena_bytes(world: World) -> int:
     """EngineConfig.memory_bytes for ranks on GPUs: MEMORY_SHARE of the smallest one's memory. Collective."""
     _, total = torch.cuda.mem_get_info(world.device)

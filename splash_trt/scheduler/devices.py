@@ -260,29 +260,46 @@ def save_device(device: Device, path: Path) -> None:
         raise
 
 
-def device_for(engine_folder: Path, num_ranks: int, *, on_gpu: bool = False) -> Device:
+def device_for(engine_folder: Path, num_ranks: int, gpu: str | None) -> Device:
     """What an engine's ranks run on: its calibration for so many ranks if there is one (ValueError if it is damaged),
-    else this machine's processor, or its first GPU (ValueError if there is no description of that one)."""
+    else this machine's processor, or their GPU's built-in description (ValueError if it has none).
+
+    gpu: what the driver calls it, as dist.place.gpu_name asks on a rank; None: they have none.
+    """
     path = calibration_file(engine_folder, num_ranks)
     if path.exists():
         return load_device(path)
-    return this_gpu() if on_gpu else this_cpu()
+    return this_cpu() if gpu is None else described_gpu(gpu)
 
 
-def this_gpu(name: str = "") -> Device:
-    """The built-in description of this machine's first GPU; ValueError if there is none.
-
-    name: what the driver calls it, where the caller is on it; else the system is asked, which not all of them tell.
-    """
-    if not name and (gpu := next(iter(sorted(_GPUS.glob("*/information"))), None)) is not None:
-        model = re.search(r"^Model:\s*(.*)$", gpu.read_text(), re.MULTILINE)
-        name = model[1] if model else ""
-    words = name.upper().split()
-    found = next((device for key, device in BUILT_IN.items() if key.upper() in words), None)
-    if found is None:
-        which = f"this machine's {name}" if name else "a GPU, and none of NVIDIA's is here"
-        raise ValueError(f"device: there is no description of {which}; calibrate, or name one or a file")
+def described_gpu(name: str) -> Device:
+    """The built-in description of a GPU, by what the driver calls it; ValueError if there is none."""
+    if (found := _description(name)) is None:
+        raise ValueError(
+            f"device: there is no description of this machine's {name}; name one of {', '.join(BUILT_IN)}, or a file"
+        )
     return found
+
+
+def refuse_undescribed(engine_folder: Path, num_ranks: int) -> None:
+    """ValueError if device_for would raise one on ranks with GPUs, as far as that is known before there are ranks.
+
+    The system is asked, not the driver: that would initialise CUDA in a process that has no use for it. Not every
+    system lists its GPUs, and of those listed ranks may get any; what is left open the ranks find out.
+    """
+    path = calibration_file(engine_folder, num_ranks)
+    if path.exists():
+        load_device(path)
+        return
+    texts = (file.read_text() for file in sorted(_GPUS.glob("*/information")))
+    names = [model[1] for text in texts if (model := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
+    if names and all(_description(name) is None for name in names):
+        described_gpu(names[0])
+
+
+def _description(gpu: str) -> Device | None:
+    words = gpu.upper().split()
+    return next((device for key, device in BUILT_IN.items() if key.upper() in words), None)
 
 
 def calibration_file(engine_folder: Path, num_ranks: int) -> Path:

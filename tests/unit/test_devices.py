@@ -17,6 +17,7 @@ from splash_trt.scheduler.devices import (
     device_for,
     load_device,
     parse_device,
+    refuse_undescribed,
     save_device,
     this_cpu,
 )
@@ -113,30 +114,51 @@ def test_this_cpu_is_as_it_is_told() -> None:
 
 def test_an_engines_ranks_run_on_what_was_calibrated_for_so_many(tmp_path: Path) -> None:
     save_device(replace(BUILT_IN["cpu"], name="mine"), calibration_file(tmp_path, 2))
-    assert device_for(tmp_path, 2).name == "mine"
-    assert device_for(tmp_path, 4).name == "this CPU"
+    assert device_for(tmp_path, 2, None).name == "mine"
+    assert device_for(tmp_path, 4, None).name == "this CPU"
     calibration_file(tmp_path, 4).write_text("{}")
     with pytest.raises(ValueError, match="field 'name' is missing"):
-        device_for(tmp_path, 4)
+        device_for(tmp_path, 4, None)
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
-    [("Model: \t\t NVIDIA H200\nIRQ: 1\n", "h200"), ("Model: NVIDIA B200\n", "b200"), ("Model: T4\n", "")],
+    ("name", "device"), [("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"), ("NVIDIA H100 80GB HBM3", "h100")]
 )
-def test_a_gpu_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str) -> None:
-    (tmp_path / "0000:01").mkdir()
-    (tmp_path / "0000:01" / "information").write_text(text)
+def test_a_gpu_is_known_by_its_name(tmp_path: Path, name: str, device: str) -> None:
+    assert device_for(tmp_path, 8, name) is BUILT_IN[device]
+    save_device(replace(BUILT_IN["h200"], name="mine"), calibration_file(tmp_path, 8))
+    assert device_for(tmp_path, 8, name).name == "mine"
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA GH200X", ""])
+def test_a_gpu_that_nobody_described(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^device: there is no description of this machine's {name}; name one of h"):
+        device_for(tmp_path, 8, name)
+
+
+@pytest.mark.parametrize(
+    ("listed", "refused"),
+    [
+        ([], ""),
+        (["IRQ: 1\n"], ""),
+        (["Model: \t\t NVIDIA H200\nIRQ: 1\n"], ""),
+        (["Model: T4\n"], "T4"),
+        (["Model: T4\n", "Model: L4\n"], "T4"),
+        (["Model: T4\n", "Model: NVIDIA B200\n"], ""),
+    ],
+)
+def test_before_there_are_ranks_only_what_the_system_lists_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: list[str], refused: str
+) -> None:
+    for i, text in enumerate(listed):
+        (tmp_path / f"0000:0{i}").mkdir()
+        (tmp_path / f"0000:0{i}" / "information").write_text(text)
     monkeypatch.setattr(devices, "_GPUS", tmp_path)
-    if name:
-        assert device_for(tmp_path, 8, on_gpu=True) is BUILT_IN[name]
-    else:
-        with pytest.raises(ValueError, match="no description of this machine's T4; calibrate"):
-            device_for(tmp_path, 8, on_gpu=True)
-    monkeypatch.setattr(devices, "_GPUS", tmp_path / "none")
-    with pytest.raises(ValueError, match="none of NVIDIA's is here"):
-        device_for(tmp_path, 8, on_gpu=True)
-    # A rank on it need not ask a system that does not tell.
-    assert devices.this_gpu("NVIDIA H200") is BUILT_IN["h200"]
-    with pytest.raises(ValueError, match="no description of this machine's Tesla T4"):
-        devices.this_gpu("Tesla T4")
+    if refused:
+        with pytest.raises(ValueError, match=f"no description of this machine's {refused}"):
+            refuse_undescribed(tmp_path, 8)
+        save_device(BUILT_IN["h200"], calibration_file(tmp_path, 8))
+    refuse_undescribed(tmp_path, 8)
+    calibration_file(tmp_path, 8).write_text("{}")
+    with pytest.raises(ValueError, match="field 'name' is missing"):
+        refuse_undescribed(tmp_path, 8)

@@ -64,6 +64,11 @@ class TestChoice:
         assert len(set(found)) == 1 and found[0] % (2 << 20) == 0
         assert 0 <= ((139 << 30) + 12345) * place.MEMORY_SHARE - found[0] < 2 << 20
 
+    def test_ranks_ask_the_driver_what_their_gpus_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+        on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda:3", "cpu"))
+        assert place.gpu_name(on_gpu) == "GPU 3" and place.gpu_name(on_cpu) is None
+
 
 class TestServe:
     def test_defaults_on_gpus(self) -> None:
@@ -114,8 +119,11 @@ class TestServe:
         self, gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         gpus(2)
-        monkeypatch.setattr("splash_trt.scheduler.devices._GPUS", tmp_path)
         options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=2, port=0)
+        monkeypatch.setattr("splash_trt.scheduler.devices._GPUS", tmp_path)
+        check_before_ranks(options)  # the system lists none: the ranks will ask the driver
+        (tmp_path / "0").mkdir()
+        (tmp_path / "0" / "information").write_text("Model: Tesla T4\n")
         with pytest.raises(ValueError, match="^device: there is no description"):
             check_before_ranks(options)
         check_before_ranks(msgspec.structs.replace(options, device="h200"))
