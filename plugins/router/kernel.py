@@ -13,7 +13,7 @@ import triton.language as tl
 
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
-from splash_plugins.router.tiles import Tiles, choose_tiles
+from splash_plugins.router.tiles import Tiles, choose_tiles, rows_to_choose
 from splash_trt.models.config import Experts, GroupScore, Scoring
 
 
@@ -302,7 +302,7 @@ def choose(
     held = _columns(experts.num_groups, experts.num_experts // experts.num_groups)
     assert held["GROUPS"] * held["SIZE"] == logits.shape[1] == experts.num_experts, (held, logits.shape)
     if len(logits):
-        _choose_from(logits[None], bias, experts, num_tokens, choice, weight, 2)
+        _choose_from(logits[None], bias, experts, num_tokens, choice, weight, rows_to_choose(2, held["GROUPS"]))
 
 
 def _choose_from(

@@ -101,8 +101,13 @@ def fit(tiles: Tiles, groups: int, columns: int, width: int, itemsize: int, shar
         block_k=k,
         stages=max(1, min(tiles.stages, room)),
         fused=tiles.fused and n == columns and groups <= FUSED_GROUPS,
-        choose_rows=max(1, min(tiles.choose_rows, PAIRS // groups**2)),
+        choose_rows=rows_to_choose(tiles.choose_rows, groups),
     )
+
+
+def rows_to_choose(rows: int, groups: int) -> int:
+    """Of a program of choose_kernel: so many, a power of two, as far as PAIRS allows."""
+    return max(1, min(rows, PAIRS // groups**2))
 
 
 def _power_of_2(n: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from splash_engines import ops
-from splash_plugins.router import reference
+from splash_plugins.router import kernel, reference
 from splash_plugins.router.kernel import choose, route
 from splash_plugins.router.tiles import NARROW, WIDE, Tiles, choose_tiles, fit
 from splash_trt.models.config import Experts, GroupScore, Scoring
@@ -146,6 +148,28 @@ def test_choosing_from_logits_that_others_made(device: str, form: str, num_token
     reference.choose(logits, bias, experts, real, *want)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(1, 2), (8, 2), (32, 2), (64, 1)])
+def test_choosing_from_logits_compares_no_more_groups_than_a_program_can(
+    device: str, monkeypatch: pytest.MonkeyPatch, groups: int, rows: int
+) -> None:
+    experts = experts_of(128, 4, num_groups=groups, top_groups=min(groups, 4), group_score=GroupScore.MAX)
+    asked = []
+
+    def noted(*arguments: Any) -> None:
+        asked.append(arguments[-1])
+        choose_from(*arguments)
+
+    choose_from = kernel._choose_from
+    monkeypatch.setattr(kernel, "_choose_from", noted)
+    logits, bias = torch.randn(3, 128, device=device), torch.randn(128, device=device) / 4
+    real = torch.tensor([3], dtype=torch.int32, device=device)
+    got = torch.zeros(3, 4, dtype=torch.int32, device=device), torch.zeros(3, 4, device=device)
+    want = torch.empty_like(got[0]), torch.empty_like(got[1])
+    choose(logits, bias, experts, real, *got)
+    reference.choose(logits, bias, experts, real, *want)
+    assert torch.equal(got[0], want[0]) and asked == [rows]
 
 
 @pytest.mark.parametrize("real", [0, 5])
