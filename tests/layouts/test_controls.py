@@ -21,7 +21,7 @@ from splash_trt.config import Layout
 from splash_trt.llm import LLM
 from splash_trt.request import Completion, FinishReason, Grammar, GrammarKind, SamplingParams
 from tests.layouts.harness import MEMORY_BYTES, Models, Result, gumbel, memory_for, random_prompts, serve
-from tests.unit.test_controls import write_tokenizer
+from tests.unit.controls_cases import write_tokenizer
 
 NAME = "controlled"
 BASE = "v3_half_rope"
