@@ -280,24 +280,29 @@ def serve(
     if world.rank:
         worker.follow()
     else:
-        served = Served(Orchestrator.of(model, engine, worker), engine)
-        schedule = served.scheduler.schedule
-
-        def recorded(now: float = 0.0) -> Plan | None:
-            plan = schedule(now)
-            if plan is not None:
-                served.plans.append(plan)
-            return plan
-
-        with patch.object(served.scheduler, "schedule", recorded):
-            found = drive(served)
-        served.scheduler.check_idle()
+        found = driven(Served(Orchestrator.of(model, engine, worker), engine), drive)
         world.control.send_object(None)
     found["sent"] = dict(worker.runner._mover.bytes_sent)
     worker.runner.close()
     torch.cuda.synchronize()
     MPI.COMM_WORLD.Barrier()
     collectives.close()
+    return found
+
+
+def driven(served: Served, drive: Drive) -> Found:
+    """drive(served), while `served` notes all plans."""
+    schedule = served.scheduler.schedule
+
+    def recorded(now: float = 0.0) -> Plan | None:
+        plan = schedule(now)
+        if plan is not None:
+            served.plans.append(plan)
+        return plan
+
+    with patch.object(served.scheduler, "schedule", recorded):
+        found = drive(served)
+    served.scheduler.check_idle()
     return found
 
 

@@ -141,6 +141,10 @@ PLANTED = {
         {"engines/ops.py": "X = 1\n" * 401},
         "engines/ops.py:401: file has 401 lines, more than 400",
     ),
+    "long test": (
+        {"tests/unit/test_x.py": "X = 1\n" * 401},
+        "tests/unit/test_x.py:401: file has 401 lines, more than 400",
+    ),
     "long function": (
         {"engines/ops.py": "\n" + lines_of_function(61)},
         "engines/ops.py:2: function f has 61 lines, more than 60",
