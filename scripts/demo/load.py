@@ -28,7 +28,6 @@ SPEAKERS = ("Hamlet", "Falstaff", "Portia", "Romeo", "Lady Macbeth", "King Lear"
 
 NUM_SHORT = 40
 SHORT_TOKENS = (56, 80)  # fewest and most of a short answer
-NUM_CHATS = len(SPEAKERS)
 CHAT_TOKENS = 72
 NUM_LONG = 3
 LONG_TOKENS = 208
