@@ -120,6 +120,14 @@ def test_every_command_and_flag_is_documented() -> None:
         assert not missing, f"{name}: {sorted(missing)} on none of {sorted(page.name for page in near)}"
 
 
+def test_simulate_s_own_defaults_are_as_its_page_says() -> None:
+    """Where it has the same options as `serve` with other defaults."""
+    page = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| `--max-batch-tokens`"))
+    defaults = {parameter.name: parameter.default for parameter in ALL_COMMANDS["simulate"].params}
+    assert f"by default {defaults['max_batch_tokens']}, {defaults['max_running']} and the model's" in row
+
+
 FILLED_IN = re.compile(
     r"…|'[^']*'|[\w.:-]*\d[\w.:]*|--[a-z-]+:?|\bN\b|\bdp\b|\bSIG[A-Z]+|\b[a-z]+\.json\b|the frontend"
     r"|Address already in use"
