@@ -26,6 +26,7 @@ class Layout(enum.IntEnum):
 
 
 DTYPES = ("float64", "float32", "bfloat16")
+PLAN_DTYPES = ("float32", "bfloat16")  # that TensorRT's networks are built in
 RUN_ON = ("cpu", "gpu")
 SIMULATED_ROUTING = ("", "uniform")
 OPERATORS = ("auto", "own")

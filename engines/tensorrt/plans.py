@@ -21,7 +21,7 @@ from splash_engines.tensorrt.graph import Graph
 from splash_engines.tensorrt.segments import SEGMENTS, Lowering
 from splash_engines.tensorrt.sizes import Sizes, sizes_of
 from splash_engines.trt_api import Api
-from splash_trt.config import Layout
+from splash_trt.config import PLAN_DTYPES, Layout
 from splash_trt.layout.spec import SPECS, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
 
@@ -66,8 +66,9 @@ class PlanSettings:
         if not self.ranks or min(self.ranks) < 1 or max(self.ranks) > MOST_RANKS:
             given = ",".join(map(str, self.ranks))
             raise ValueError(f"ranks: {given!r} must be one or more numbers from 1 to {MOST_RANKS}, such as 1,2,4")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype: {self.dtype!r} is none that networks are built in; give bfloat16 or float32")
+        if self.dtype not in PLAN_DTYPES:
+            allowed = " or ".join(PLAN_DTYPES)
+            raise ValueError(f"dtype: {self.dtype!r} is none that networks are built in; give {allowed}")
         for name, most in (("max_batch_tokens", MOST_TOKENS), ("page_tokens", MOST_PAGE_TOKENS)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}: {getattr(self, name)} is not from 1 to {most}")

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from splash_trt.options import DTYPE_NAMES, format_of, or_fail
+from splash_trt.config import PLAN_DTYPES
+from splash_trt.options import FORMAT_ALIASES, format_of, or_fail
 
 DEFAULT_CACHE = Path("~/.cache/splash-trt/plans")
 OF_PLANS = "With --engine tensorrt: "
@@ -25,7 +26,8 @@ _OPTIONS = (
     click.option("--target", help=OF_PLANS + "GPUs, such as sm_89,sm_120.  [default: the one of this machine]"),
     click.option("--ranks", default="1,2,4", show_default=True, help=OF_PLANS + "numbers of ranks to serve on."),
     click.option("--layouts", default="tp,dp,cp,dop", show_default=True, help=OF_PLANS + "layouts to serve."),
-    click.option("--dtype", type=click.Choice(DTYPE_NAMES), help=OF_PLANS + "bfloat16 or float32.  [default: model's]"),
+    click.option("--dtype", type=click.Choice([*FORMAT_ALIASES, *PLAN_DTYPES]),
+                 help=OF_PLANS + "of the networks.  [default: model's]"),
     click.option("--max-batch-tokens", type=click.IntRange(min=1), default=8192, show_default=True,
                  help=OF_PLANS + "most tokens of a step."),
     click.option("--page-tokens", type=click.IntRange(min=1), default=64, show_default=True,

@@ -359,7 +359,7 @@ def test_nodes_say_what_they_are(model: ModelConfig) -> None:
         (["--target", "sm_89", "--max-batch-tokens", "4000000000"], "--max-batch-tokens: 4000000000 is not from 1 to"),
         (["--target", "sm_89", "--page-tokens", "4000000000"], "--page-tokens: 4000000000 is not from 1 to 4096"),
         (["--target", "sm_89", "--layouts", "tp,ep"], "--layouts: 'ep'"),
-        (["--target", "sm_89", "--dtype", "float64"], "--dtype: 'float64' is none that networks are built in"),
+        (["--target", "sm_89", "--dtype", "float64"], "--dtype': 'float64' is not one of 'bf16', 'float32'"),
     ],
 )
 def test_wrong_options(tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from splash_engines.tensorrt.plans import PlanSettings
 from splash_trt.cli import EXIT_INTERRUPTED, main
 from splash_trt.commands.group import COMMANDS, commands
+from splash_trt.config import DTYPES
+from splash_trt.options import format_of
 
 LOOK = """
 import json, sys, tempfile
@@ -176,3 +179,13 @@ def test_ctrl_c_that_an_import_forgets_is_remembered(then: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_INTERRUPTED, done.stderr
     assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"
+
+
+def test_build_offers_the_types_that_networks_are_built_in() -> None:
+    """A checkpoint may have another one, which is then refused."""
+    (option,) = (parameter for parameter in COMMANDS["build"].load().params if parameter.name == "dtype")
+    assert isinstance(option.type, click.Choice)
+    for name in option.type.choices:
+        assert PlanSettings(targets=("sm_89",), ranks=(1,), dtype=format_of(name)).dtype in DTYPES
+    with pytest.raises(ValueError, match="^dtype: 'float64' is none that networks are built in; give float32 or bf"):
+        PlanSettings(targets=("sm_89",), ranks=(1,), dtype="float64")
