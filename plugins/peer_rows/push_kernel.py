@@ -109,7 +109,7 @@ def push_sum_rows_kernel(
     """
     column = tl.arange(0, COLUMNS)
     mask = column < width
-    scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    scale = _wide(tl.load(weight + column, mask=mask, other=0.0)) if NORM else 0.0
     wait_for_inputs(OVERLAP)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + column
@@ -153,7 +153,7 @@ def push_sum_spread_kernel(
     to the ranks that they belong to."""
     column = tl.arange(0, COLUMNS)
     mask = column < width
-    scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    scale = _wide(tl.load(weight + column, mask=mask, other=0.0)) if NORM else 0.0
     wait_for_inputs(OVERLAP)
     for peer in tl.static_range(SIZE):
         if peer != rank:
