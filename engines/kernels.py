@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from splash_plugins.grouped_experts.pairs import PairSum
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
@@ -32,6 +34,7 @@ class Kernels:
     route: Callable[..., None]
     choose: Callable[..., None]
     """`route` from logits, for who makes these by other means."""
-    grouped_experts: Callable[..., None]
+    grouped_experts: Callable[..., PairSum | None]
+    """Fills nothing where it defers the sum, which only some do and only if asked to."""
     linear: Callable[..., None]
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

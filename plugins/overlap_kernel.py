@@ -42,12 +42,12 @@ def overlap(tensor: torch.Tensor, *, after_join: bool = False) -> dict[str, bool
     """A launch's options: the kernel's OVERLAP, and Triton's `launch_pdl` where the device knows it.
 
     after_join: the launch may be the first one after the stream has waited for another. It has several kernels before
-    it then, and does without.
+    it then and begins when all are done, its own wait being none; but the next one may begin while it ends.
     """
-    if not BY_DEFAULT or after_join:
+    if not BY_DEFAULT:
         return {"OVERLAP": False}
     if not tensor.is_cuda or torch.version.hip is not None:
         return {"OVERLAP": False}
     if torch.cuda.get_device_capability(tensor.device) < (9, 0):
         return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": True} if after_join else {"OVERLAP": True, "launch_pdl": True}

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from splash_plugins.grouped_experts import hopper_kernel
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
+from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks, sort_pairs
 from splash_plugins.grouped_experts.tiles import FETCH_TOKENS, MAX_PAIRS, Plan, Tiles, choose, measured_pairs
@@ -36,18 +37,21 @@ def grouped_experts(
     plan: Plan | None = None,
     ready: Ready | None = None,
     all_here: bool = False,
-) -> None:
+    defer: bool = False,
+) -> PairSum | None:
     """As plugins/grouped_experts/reference.py's sum_of_experts; fills out [T, D], which may be addend itself.
 
     choice [T, k] int32 and weight [T, k] float32, gate_up and down are contiguous; rows of x, addend and out too. All
     of one dtype: bfloat16, float16 or float32. plan: how, where the measured choice for these shapes is not wanted.
     ready: called once before the launch of what reads addend, which may be written beside what comes before that, on a
     stream that ready has the current one wait for. all_here: every pair's expert is here, as where experts are cut
-    inside; the choice expects more rows for each of them.
+    inside; the choice expects more rows for each of them. defer: where a kernel of its own would do no more than sum
+    the products of few tokens, ready is called, out is left as it is, and what is left to sum is returned. Else out is
+    filled and None returned.
     """
     num_tokens, top_k = choice.shape
     if num_tokens == 0:
-        return
+        return None
     num_experts, width, inner = down.shape
     assert choice.is_contiguous() and weight.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     device = limits(x.device)
@@ -61,10 +65,13 @@ def grouped_experts(
         fits = plan is None and hopper_kernel.is_chosen(x[rows], gate_up, down, pairs)
         rest = (x[rows], choice[rows], weight[rows], gate_up, down, first_expert, tail, out[rows], ready)
         if chosen.few:
-            _few(chosen, *rest)
+            left = _few(chosen, *rest, defer=defer and num_tokens <= part)
+            if left is not None:
+                return left
         else:
             _many(None if fits else chosen, *rest)
         ready = None
+    return None
 
 
 def _weights(w: torch.Tensor, tiles: Tiles) -> torch.Tensor | TensorDescriptor:
@@ -96,7 +103,8 @@ def _few(
     addend: torch.Tensor | None,
     out: torch.Tensor,
     ready: Ready | None,
-) -> None:
+    defer: bool,
+) -> PairSum | None:
     num_pairs, top_k = choice.numel(), choice.shape[1]
     num_experts, width, inner = down.shape
     by_pair = num_pairs <= num_experts
@@ -121,10 +129,15 @@ def _few(
             hidden, w, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
             TOP_K=top_k, **sizes, **overlap(x, after_join=ready is not None),
         )  # fmt: skip
-        return
+        return None
     y = x.new_empty((num_pairs, width))
     few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes, **overlap(x))
-    combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
+    if not defer:
+        combine(y, choice, weight, first_expert, num_experts, addend, out, ready=ready)
+        return None
+    if ready is not None:
+        ready()
+    return PairSum(y, choice, weight, first_expert, num_experts, addend, joined=ready is not None)
 
 
 def _many(

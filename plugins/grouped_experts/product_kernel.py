@@ -144,20 +144,16 @@ def down_kernel(
         tile += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["first_expert", "num_experts"])
-def combine_kernel(
-    y, row, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
-    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def sum_pairs(
+    y, row, choice, weight, addend, addend_stride, first_expert, num_experts, token, column, inside, width,
+    TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = addend[t] + sum over t's experts here of weight * y[pair], in float32 in the order of choices.
+    """[columns] float32: addend[token] + sum over its experts here of weight * y[pair], in the order of choices.
 
-    row [P]: which row of y is a pair's, None: the pair itself.
+    row [P]: which row of y is a pair's, None: the pair itself. 0 where not inside.
     """
-    wait_for_inputs(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    acc = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((column.shape[0],), tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
         local = tl.load(choice + pair) - first_expert
@@ -166,8 +162,24 @@ def combine_kernel(
         if row is not None:
             source = tl.load(row + pair, mask=here, other=0).to(tl.int64)
         # Rows of other ranks' pairs were never written: they may hold anything.
-        value = tl.load(y + source * WIDTH + column, mask=inside & here, other=0.0).to(tl.float32)
+        value = tl.load(y + source * width + column, mask=inside & here, other=0.0).to(tl.float32)
         acc += value * tl.load(weight + pair)
     if addend is not None:
         acc += tl.load(addend + token * addend_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * out_stride + column, acc.to(out.dtype.element_ty), mask=inside)
+    return acc
+
+
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
+def combine_kernel(
+    y, row, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [T, D] of sum_pairs."""
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = sum_pairs(
+        y, row, choice, weight, addend, addend_stride, first_expert, num_experts, token, column, inside, WIDTH, TOP_K
+    )
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)

@@ -45,12 +45,14 @@ def sum_of_experts(
     addend: torch.Tensor | None,
     out: torch.Tensor,
     ready: Callable[[], None] | None = None,
+    defer: bool = False,
 ) -> None:
     """Fills out [T, D] with addend [T, D] plus the weighted sum over each token's experts here, as kernel.py does.
 
     x [T, D]; choice [T, k] int32 expert ids, -1 for none; weight [T, k] float32; gate_up [E_r, 2 I, D] or
     [E_r, 2, I, D] (gate first); down [E_r, D, I]. The sum is taken in float32 or wider in the order of choices, then
-    the addend is added, then it is rounded, once. ready: called before addend is read.
+    the addend is added, then it is rounded, once. ready: called before addend is read. defer (as kernel.py
+    has it): nothing is.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     num_choices = choice.shape[1]

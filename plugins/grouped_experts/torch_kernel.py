@@ -34,8 +34,9 @@ def grouped_experts(
     addend: torch.Tensor | None,
     out: torch.Tensor,
     ready: Ready | None = None,
+    defer: bool = False,
 ) -> None:
-    """As kernel.py's grouped_experts. Offsets stay on the device, so it can be captured."""
+    """As kernel.py's grouped_experts. Offsets stay on the device, so it can be captured. defer: nothing is."""
     num_tokens, top_k = choice.shape
     if num_tokens == 0:
         return

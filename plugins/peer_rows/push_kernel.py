@@ -19,6 +19,9 @@ could go on. What it keeps from running is nothing but its own successors.
 Block b waits only for what block b of another rank sends, and sends all it has to send before. `bases` [N] are the
 mailboxes; `start` is where the current slots begin in each, `tokens` where the current tokens do. Slots hold what is
 sent as integers of the same size, INTEGER, whose sign bit is SIGN.
+
+What is summed may be rows that are still to be summed themselves, each once, by the program that sends or keeps it:
+where `partial` is None, row t is that of sum_pairs (plugins/grouped_experts/product_kernel.py), rounded.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from splash_plugins.grouped_experts.product_kernel import sum_pairs
 from splash_plugins.overlap_kernel import wait_for_inputs
 from splash_plugins.peer_rows.kernel import _wide
 
@@ -72,6 +76,21 @@ def _tokens(bases, tokens, rank, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _own_row(
+    partial, y, choice, share, addend, addend_stride, first_expert, num_experts, row, column, mask, width, like,
+    TOP_K: tl.constexpr,
+):  # fmt: skip
+    """This rank's part of a row, in like's dtype."""
+    if partial is not None:
+        value = tl.load(partial + row * width + column, mask=mask, other=0.0)
+    else:
+        value = sum_pairs(
+            y, None, choice, share, addend, addend_stride, first_expert, num_experts, row, column, mask, width, TOP_K
+        ).to(like.dtype.element_ty)
+    return value
+
+
+@triton.jit
 def _add_row(total, hidden, scale, out, mask, width, eps, NORM: tl.constexpr):
     """hidden += total, out = norm(hidden) * scale: one row, rounded as kernel.sum_rows_kernel does."""
     element = hidden.dtype.element_ty
@@ -83,11 +102,18 @@ def _add_row(total, hidden, scale, out, mask, width, eps, NORM: tl.constexpr):
         tl.store(out, (_wide(x.to(element)) * scale).to(element), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "start", "num_rows"])
+@triton.jit(do_not_specialize=["rank", "start", "num_rows", "first_expert", "num_experts"])
 def push_sum_rows_kernel(
     bases,
     start,
     partial,
+    y,
+    choice,
+    share,
+    addend,
+    addend_stride,
+    first_expert,
+    num_experts,
     hidden,
     weight,
     out,
@@ -100,20 +126,24 @@ def push_sum_rows_kernel(
     INTEGER: tl.constexpr,
     SIGN: tl.constexpr,
     NORM: tl.constexpr,
+    TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """hidden [num_rows, width] += partial of all ranks, out = norm(hidden) * weight. partial may lie anywhere.
 
-    What rank r sends lies at start + r * SLOT_BYTES.
+    share: sum_pairs' weight. What rank r sends lies at start + r * SLOT_BYTES.
     """
     column = tl.arange(0, COLUMNS)
     mask = column < width
-    scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    scale = _wide(tl.load(weight + column, mask=mask, other=0.0)) if NORM else 0.0
     wait_for_inputs(OVERLAP)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + column
-        mine = tl.load(partial + at, mask=mask, other=0.0)
+        mine = _own_row(
+            partial, y, choice, share, addend, addend_stride, first_expert, num_experts, row, column, mask, width,
+            hidden, TOP_K,
+        )  # fmt: skip
         bits = _sent(mine, INTEGER, SIGN)
         for peer in tl.static_range(SIZE):
             if peer != rank:
@@ -123,17 +153,24 @@ def push_sum_rows_kernel(
             part = mine
             if peer != rank:
                 slot = _slot(bases, rank, start + peer * SLOT_BYTES, INTEGER)
-                part = _arrived(slot + at, mask, partial, INTEGER, SIGN)
+                part = _arrived(slot + at, mask, hidden, INTEGER, SIGN)
             total += _wide(part)
         _add_row(total, hidden + at, scale, out + at, mask, width, eps, NORM)
 
 
-@triton.jit(do_not_specialize=["rank", "start", "tokens"])
+@triton.jit(do_not_specialize=["rank", "start", "tokens", "first_expert", "num_experts"])
 def push_sum_spread_kernel(
     bases,
     start,
     tokens,
     partial,
+    y,
+    choice,
+    share,
+    addend,
+    addend_stride,
+    first_expert,
+    num_experts,
     hidden,
     weight,
     out,
@@ -146,6 +183,7 @@ def push_sum_spread_kernel(
     INTEGER: tl.constexpr,
     SIGN: tl.constexpr,
     NORM: tl.constexpr,
+    TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -153,26 +191,32 @@ def push_sum_spread_kernel(
     to the ranks that they belong to."""
     column = tl.arange(0, COLUMNS)
     mask = column < width
-    scale = _wide(tl.load(weight + column, mask=mask, other=0.0))
+    scale = _wide(tl.load(weight + column, mask=mask, other=0.0)) if NORM else 0.0
     wait_for_inputs(OVERLAP)
     for peer in tl.static_range(SIZE):
         if peer != rank:
             first = tl.load(offsets + peer)
             slot = _slot(bases, peer, start + rank * SLOT_BYTES, INTEGER)
             for row in range(tl.program_id(0), tl.load(offsets + peer + 1) - first, tl.num_programs(0)):
-                part = tl.load(partial + (first + row) * width + column, mask=mask, other=0.0)
+                part = _own_row(
+                    partial, y, choice, share, addend, addend_stride, first_expert, num_experts, first + row, column,
+                    mask, width, hidden, TOP_K,
+                )  # fmt: skip
                 tl.store(slot + row * width + column, _sent(part, INTEGER, SIGN), mask=mask)
     _tokens(bases, tokens, rank, SIZE)
     mine = tl.load(offsets + rank)
     for row in range(tl.program_id(0), tl.load(offsets + rank + 1) - mine, tl.num_programs(0)):
         at = row * width + column
-        own = tl.load(partial + mine * width + at, mask=mask, other=0.0)
+        own = _own_row(
+            partial, y, choice, share, addend, addend_stride, first_expert, num_experts, mine + row, column, mask,
+            width, hidden, TOP_K,
+        )  # fmt: skip
         total = tl.zeros_like(_wide(own))
         for peer in tl.static_range(SIZE):
             part = own
             if peer != rank:
                 slot = _slot(bases, rank, start + peer * SLOT_BYTES, INTEGER)
-                part = _arrived(slot + at, mask, partial, INTEGER, SIGN)
+                part = _arrived(slot + at, mask, hidden, INTEGER, SIGN)
             total += _wide(part)
         _add_row(total, hidden + at, scale, out + at, mask, width, eps, NORM)
 

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import triton
 
+from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.overlap_kernel import overlap
 from splash_plugins.peer_rows import kernel
 from splash_trt.dist.handles import on_one_host, share
@@ -48,6 +49,9 @@ PUSH_BYTES = 256 << 10
 """Up to where rows are pushed: then a message's own time, some 0.7 us over NVLink, is below that of its ways."""
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
+
+SUMS_PAIRS = True
+"""What pushes rows sums a token's experts as well, which saves the launch that would."""
 
 
 def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
@@ -133,9 +137,13 @@ class CudaPeers:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._mailbox.buffer(shape, dtype)
 
+    def sums_pairs(self, partial: torch.Tensor) -> bool:
+        # Their sums are in float32.
+        return SUMS_PAIRS and partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
+
     def sum_rows(
         self,
-        partial: torch.Tensor,
+        partial: torch.Tensor | PairSum,
         counts: Sequence[int] | None,
         offsets: torch.Tensor | None,
         hidden: torch.Tensor,
@@ -143,13 +151,13 @@ class CudaPeers:
         eps: float,
     ) -> torch.Tensor | None:
         rows, width = partial.shape
-        start = self._mailbox.place(partial)
-        sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
         out = None if weight is None else torch.empty_like(hidden)
-        if self._pushes.fits(partial, rows):
+        if isinstance(partial, PairSum) or self._pushes.fits(partial, rows):
             self._pushes.sum_rows(partial, offsets, hidden, weight, out, eps)
             self._mailbox.turn()
             return out
+        start = self._mailbox.place(partial)
+        sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
         if sliced:
             block = 4096 // partial.itemsize * 2
             grid = self._grid(rows * width, block * self.size)

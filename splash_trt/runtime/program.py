@@ -14,6 +14,7 @@ import torch
 
 from splash_engines import ops
 from splash_engines.kernels import Kernels
+from splash_plugins.grouped_experts.pairs import PairSum
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
 from splash_trt.layout.spec import SPECS, Residency, Tokens
@@ -76,15 +77,15 @@ class Program:
             self._watch.layer(layer)
             assert x is not None
             x = self._attention(layer, x, hidden, cos, sin, step)
-            partial = self._mlp(layer, x, step, None if simulated is None else simulated[layer])
+            added = self._mlp(layer, x, step, None if simulated is None else simulated[layer])
             norm = None if layer == last else own[f"layers.{layer + 1}.attn_norm"]
-            x = self._sum(partial, step, hidden, norm)
+            x = self._sum(added, step, hidden, norm)
         return self._head(hidden, step, logits)
 
     # Meetings of the ranks
 
     def _sum(
-        self, partial: torch.Tensor, step: DeviceStep, hidden: torch.Tensor, norm: torch.Tensor | None
+        self, partial: torch.Tensor | PairSum, step: DeviceStep, hidden: torch.Tensor, norm: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Add what all ranks have of `partial` [T, D] to hidden [T_r, D]; the next norm of it, [T_r, D]."""
         counts, offsets = (step.counts, step.arrays["offsets"]) if self._spread else (None, None)
@@ -141,8 +142,11 @@ class Program:
         real = torch.arange(choice.shape[1], device=choice.device) < a["num_tokens"]
         return torch.where(real[:, None], choice, -1)
 
-    def _mlp(self, layer: int, x: torch.Tensor, step: DeviceStep, simulated: torch.Tensor | None) -> torch.Tensor:
-        """x [T, D] normed; this rank's part of what is added to the residual, [T, D], where peers can read it.
+    def _mlp(
+        self, layer: int, x: torch.Tensor, step: DeviceStep, simulated: torch.Tensor | None
+    ) -> torch.Tensor | PairSum:
+        """x [T, D] normed; this rank's part of what is added to the residual, [T, D], where peers can read it or as
+        they can sum it.
 
         simulated [T, k]: experts in place of the router's, with the router's weights.
         """
@@ -165,8 +169,9 @@ class Program:
             choice = simulated
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
         ready = self._beside.join if shared is not None else None
-        self._k.grouped_experts(x, choice, weight, gate_up, down, self._first_expert, shared, out, ready=ready)
-        return out
+        here = (x, choice, weight, gate_up, down, self._first_expert, shared, out)
+        left = self._k.grouped_experts(*here, ready=ready, defer=self._peers.sums_pairs(out))
+        return out if left is None else left
 
     def _gated(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """x [T, D] through a gated MLP into out [T, D]."""

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.overlap_kernel import overlap
 from splash_plugins.peer_rows import push_kernel
 from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox
@@ -33,7 +34,7 @@ class Pushes:
 
     def sum_rows(
         self,
-        partial: torch.Tensor,
+        partial: torch.Tensor | PairSum,
         offsets: torch.Tensor | None,
         hidden: torch.Tensor,
         weight: torch.Tensor | None,
@@ -43,30 +44,31 @@ class Pushes:
         """Peers.sum_rows, with `out` for its result."""
         rows, width = partial.shape
         columns = triton.next_power_of_2(width)
-        normed = hidden if weight is None else weight, hidden if out is None else out
+        pairs = partial if isinstance(partial, PairSum) else None
+        rest = (hidden, hidden if weight is None else weight, hidden if out is None else out)
         common = {
             "SIZE": self._size,
             "SLOT_BYTES": SLOT_BYTES,
-            "INTEGER": _INTEGERS[partial.itemsize],
-            "SIGN": push_kernel.SIGN[partial.itemsize],
+            "INTEGER": _INTEGERS[hidden.itemsize],
+            "SIGN": push_kernel.SIGN[hidden.itemsize],
             "NORM": weight is not None,
+            "TOP_K": pairs.choice.shape[1] if pairs else 0,
             "COLUMNS": columns,
-            "num_warps": _warps(columns * partial.itemsize),
-            **overlap(partial),
+            "num_warps": _warps(columns * hidden.itemsize),
+            **overlap(hidden, after_join=pairs is not None and pairs.joined),
         }
         grid, start = (min(rows, self._num_blocks),), self._mailbox.slots
         if offsets is None:
             push_kernel.push_sum_rows_kernel[grid](
-                self._bases, start, partial, hidden, *normed, rows, width, eps, self._rank, **common
+                self._bases, start, *_parts(partial), *rest, rows, width, eps, self._rank, **common
             )
         else:
             push_kernel.push_sum_spread_kernel[grid](
                 self._bases,
                 start,
                 self._mailbox.tokens,
-                partial,
-                hidden,
-                *normed,
+                *_parts(partial),
+                *rest,
                 offsets,
                 width,
                 eps,
@@ -96,6 +98,16 @@ class Pushes:
             num_warps=_warps(block * x.itemsize),
             **overlap(x),
         )
+
+
+def _parts(partial: torch.Tensor | PairSum) -> tuple[torch.Tensor | int | None, ...]:
+    """From `partial` to `num_experts` of the kernels that sum."""
+    if isinstance(partial, torch.Tensor):
+        return partial, None, None, None, None, 0, 0, 0
+    addend = partial.addend
+    stride = 0 if addend is None else addend.stride(0)
+    sums = (partial.y, partial.choice, partial.weight, addend, stride, partial.first_expert, partial.num_experts)
+    return None, *sums
 
 
 def _warps(num_bytes: int) -> int:

@@ -43,5 +43,12 @@ def test_all_cases(ranks: Ranks) -> None:
         assert ranks.run(gpu_peer_cases.run_all, dtype, timeout_s=240) == [len(CASES)] * ranks.size
 
 
+def test_sums_of_pairs(ranks: Ranks) -> None:
+    for dtype in ("bfloat16", "float32"):
+        compared = ranks.run(gpu_peer_cases.run_pairs, dtype, timeout_s=240)
+        assert compared == [compared[0]] * ranks.size
+        assert (compared[0] > 20) == (ranks.size > 1)
+
+
 def test_captured_steps_among_other_calls(ranks: Ranks) -> None:
     assert ranks.run(gpu_peer_cases.run_replays, 1000, timeout_s=240) == [0] * ranks.size

@@ -19,14 +19,16 @@ def kernels(target: Target) -> list[Kernel]:
     return [one for size in ((2, 8) if target.name == "sm_90" else (4,)) for one in _of(size, overlap)]
 
 
+def _aligned(types: dict[str, str]) -> tuple[str, ...]:
+    return tuple(name for name in ("width", "stride", "sub_stride", "addend_stride") if name in types)
+
+
 def _of(size: int, overlap: bool) -> list[Kernel]:
     meeting = {"SIZE": size, "BLOCKS": kernel.MAX_BLOCKS, "RANKS": kernel.MAX_RANKS}
     common = {**meeting, "MEET": True, "OVERLAP": overlap}
 
     def make(function: Any, types: dict[str, str], options: dict[str, Any], num_warps: int = 8) -> Kernel:
-        integers = ("width", "stride", "sub_stride")
-        aligned = tuple(name for name in integers if name in types)
-        return Kernel(function, {**BASE, **types}, {**common, **options}, {"num_warps": num_warps}, aligned)
+        return Kernel(function, {**BASE, **types}, {**common, **options}, {"num_warps": num_warps}, _aligned(types))
 
     rows = {"start": "i32", "out": "*bf16", "num_rows": "i32", "width": "i32"}
     summed = {**rows, "hidden": "*bf16", "weight": "*bf16", "offsets": "*i32", "eps": "fp32"}
@@ -36,16 +38,27 @@ def _of(size: int, overlap: bool) -> list[Kernel]:
     tile = {"NORM": True, "ROWS": 4, "COLUMNS": WIDTH}
     push = {"SIZE": size, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2], "OVERLAP": overlap}
     to_sum = {**push, "SLOT_BYTES": SLOT_BYTES, "NORM": True, "COLUMNS": WIDTH}
-    pushed = {k: t for k, t in summed.items() if k != "offsets"} | {"partial": "*bf16"}
-    spread = {k: t for k, t in summed.items() if k != "num_rows"} | {"partial": "*bf16", "tokens": "i32"}
+    # The rows that are summed, or the pairs whose sums they are.
+    numbers = {"addend_stride": "i32", "first_expert": "i32", "num_experts": "i32"}
+    pairs = {"y": "*bf16", "choice": "*i32", "share": "*fp32", **numbers}
+    without = dict.fromkeys(("y", "choice", "share", "addend")) | {"TOP_K": 0}
+    sources: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
+        ({"partial": "*bf16", **numbers}, without),
+        ({**pairs, "addend": "*bf16"}, {"partial": None, "TOP_K": 4}),
+        (pairs, {"partial": None, "addend": None, "TOP_K": 8}),
+    )
+    pushed = {k: t for k, t in summed.items() if k != "offsets"}
+    spread = {k: t for k, t in summed.items() if k != "num_rows"} | {"tokens": "i32"}
     gathered = {**rows, "x": "*bf16", "offsets": "*i32", "tokens": "i32"}
     pushes = (
-        (push_kernel.push_sum_rows_kernel, pushed, to_sum),
-        (push_kernel.push_sum_spread_kernel, spread, to_sum),
+        *((push_kernel.push_sum_rows_kernel, pushed | types, to_sum | given) for types, given in sources),
+        *((push_kernel.push_sum_spread_kernel, spread | types, to_sum | given) for types, given in sources),
+        (push_kernel.push_sum_rows_kernel, pushed | sources[0][0], to_sum | sources[0][1] | {"NORM": False}),
+        (push_kernel.push_sum_spread_kernel, spread | sources[1][0], to_sum | sources[1][1] | {"NORM": False}),
         (push_kernel.push_gather_kernel, gathered, {**push, "SPREAD": True, "BLOCK": WIDTH}),
     )
     return [
-        *(Kernel(one, {**BASE, **types}, options, {"num_warps": 8}, ("width",)) for one, types, options in pushes),
+        *(Kernel(one, {**BASE, **types}, options, {"num_warps": 8}, _aligned(types)) for one, types, options in pushes),
         Kernel(kernel.meet_kernel, BASE, meeting, {"num_warps": 1}),
         *(
             make(kernel.sum_rows_kernel, summed, {**tile, "SPREAD": spread, "SUMMED": sliced})

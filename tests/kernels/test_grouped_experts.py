@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from splash_plugins.grouped_experts import reference
-from splash_plugins.grouped_experts.kernel import grouped_experts
+from splash_plugins.grouped_experts.kernel import combine, grouped_experts
 from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
 from splash_plugins.grouped_experts.tiles import Device, Plan, Tiles, choose
 
@@ -140,6 +140,28 @@ def test_the_addend_is_read_once_it_is_ready(device: str, plan: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     reference.sum_of_experts(**c, first_expert=2, addend=addend.fill_(torch.nan), out=got, ready=ready)
     assert len(calls) == 2 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "by token"])
+def test_a_sum_is_left_where_a_kernel_would_do_no_more(device: str, plan: str) -> None:
+    c = case(device, 5, 3, 8, 3)
+    c["choice"][3] = -1
+    chosen, addend = PLANS.get(plan, BY_TOKEN), torch.full_like(c["x"], torch.nan)
+    want, got = torch.empty_like(c["x"]), torch.full_like(c["x"], torch.nan)
+    grouped_experts(**c, first_expert=2, addend=torch.full_like(addend, 2), out=want, plan=chosen)
+    calls = []
+
+    def ready() -> None:
+        calls.append(1)
+        addend.fill_(2)
+
+    left = grouped_experts(**c, first_expert=2, addend=addend, out=got, plan=chosen, ready=ready, defer=True)
+    assert len(calls) == 1
+    assert (left is not None) == (plan in ("measured", "few"))
+    if left is not None:
+        assert left.joined and left.shape == (5, 24) and got.isnan().all()
+        combine(left.y, left.choice, left.weight, left.first_expert, left.num_experts, left.addend, got)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("chosen", [0, 5, 40, 300, 1200])

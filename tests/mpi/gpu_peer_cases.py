@@ -21,6 +21,17 @@ def run_all(world: World, dtype: str) -> int:
     return _on_gpu(world, dtype, lambda peers, setting: len([case(peers, setting) for case in peer_cases.CASES]))
 
 
+def run_pairs(world: World, dtype: str) -> int:
+    """How many sums of pairs were compared."""
+
+    def program(peers: Peers, setting: Setting) -> int:
+        from tests.mpi import pair_cases  # needs Triton
+
+        return pair_cases.sums_of_pairs(peers, setting)
+
+    return _on_gpu(world, dtype, program)
+
+
 def run_replays(world: World, replays: int) -> int:
     """The numbers that were wrong in `replays` of a captured step, with other calls in between."""
     return _on_gpu(world, "bfloat16", lambda peers, setting: wrong_in_replays(peers, setting, replays))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from splash_trt.dist.handles import on_one_host, share
 from splash_trt.dist.world import World
+from splash_trt.runtime.peers import Peers
 from tests.mpi import peer_cases
+from tests.mpi.peer_cases import Setting
 
+Found = TypeVar("Found")
 HALF = 4 << 20
 PAGES = (6, 2, 4, 72)
 
@@ -37,6 +42,28 @@ class HostMemory:
 
 def run_all(world: World, dtype: str, names: list[str]) -> list[str]:
     """Those of peer_cases.CASES that `names` names; returns them."""
+
+    def program(peers: Peers, setting: Setting) -> list[str]:
+        cases = [case for case in peer_cases.CASES if case.__name__ in names]
+        for case in cases:
+            case(peers, setting)
+        return [case.__name__ for case in cases]
+
+    return _mapped(world, dtype, program)
+
+
+def run_pairs(world: World, dtype: str) -> int:
+    """How many sums of pairs were compared."""
+
+    def program(peers: Peers, setting: Setting) -> int:
+        from tests.mpi import pair_cases  # its kernels are to be interpreted
+
+        return pair_cases.sums_of_pairs(peers, setting)
+
+    return _mapped(world, dtype, program)
+
+
+def _mapped(world: World, dtype: str, program: Callable[[Peers, Setting], Found]) -> Found:
     # Makes Triton interpret the kernels that are imported after it.
     importlib.import_module("tests.kernels.conftest")
     from mpi4py import MPI
@@ -62,10 +89,6 @@ def run_all(world: World, dtype: str, names: list[str]) -> list[str]:
     numel = torch.Size(PAGES).numel()
     pages = arena.bytes[at : at + numel * element.itemsize].view(element).view(PAGES)
     setting = peer_cases.Setting(dtype, pages=pages)
-    ran = []
-    for case in peer_cases.CASES:
-        if case.__name__ in names:
-            case(peers, setting)
-            ran.append(case.__name__)
+    found = program(peers, setting)
     MPI.COMM_WORLD.Barrier()  # nobody unmaps before all have read
-    return ran
+    return found

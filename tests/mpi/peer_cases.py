@@ -119,6 +119,8 @@ def sum_of_spread_rows(peers: Peers, s: Setting) -> None:
             same(hidden, expected)
             assert got is not None and got.shape == hidden.shape
             close(got[:mine], normed(expected[:mine], weight))
+            assert peers.sum_rows(filled(peers, parts[peers.rank]), counts, s.ints(at), hidden, None, EPS) is None
+            same(hidden[:mine], expected[:mine] + total)
 
 
 def gather_of_spread_rows(peers: Peers, s: Setting) -> None:

@@ -1,0 +1,71 @@
+"""A step whose ranks sum a token's experts as they meet gives what one gives that sums them before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from splash_engines.kernels_reference import REFERENCE
+from splash_plugins.grouped_experts.pairs import PairSum
+from splash_plugins.grouped_experts.reference import sum_of_experts
+from splash_trt.config import Layout
+from splash_trt.runtime.peers import CollectivePeers
+from tests.device_ranks import device_ranks
+from tests.switching.harness import Server, assert_same, make_requests, never_switched, write_model
+
+MET: list[torch.Size] = []
+
+
+def left_over(
+    x: torch.Tensor,
+    choice: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    first_expert: int,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+    ready: Any = None,
+    defer: bool = False,
+) -> PairSum:
+    """Leaves one pair a token, all of it; what was to be filled holds NaN."""
+    assert defer
+    y = torch.empty_like(out)
+    sum_of_experts(x, choice, weight, gate_up, down, first_expert, addend, y, ready)
+    out.fill_(torch.nan)
+    one = torch.zeros((len(x), 1), dtype=torch.int32)
+    return PairSum(y, one, torch.ones(one.shape), 0, 1, None, joined=ready is not None)
+
+
+class Summing(CollectivePeers):
+    def sums_pairs(self, partial: torch.Tensor) -> bool:
+        return True
+
+    def sum_rows(self, partial: torch.Tensor | PairSum, *rest: Any) -> torch.Tensor | None:
+        if isinstance(partial, PairSum):
+            assert partial.joined
+            MET.append(torch.Size(partial.shape))
+            partial = partial.y
+        return super().sum_rows(partial, *rest)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_what_is_left_to_sum_goes_to_the_peers(tmp_path: Path, layout: Layout) -> None:
+    folder, requests = write_model(tmp_path), make_requests(4)
+    MET.clear()
+    with (
+        device_ranks((2, 4)),
+        patch("splash_trt.runtime.cpu_runner.REFERENCE", replace(REFERENCE, grouped_experts=left_over)),
+        patch("splash_trt.runtime.cpu_runner.CollectivePeers", Summing),
+        Server(folder, ranks=2, layout=layout, pages=40) as server,
+    ):
+        server.add(*requests)
+        server.run()
+        got = server.told
+    assert MET
+    assert_same(got, never_switched(folder, requests))
