@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.pairs import PairSum
 
 
@@ -37,4 +38,6 @@ class Kernels:
     grouped_experts: Callable[..., PairSum | None]
     """Fills nothing where it defers the sum, which only some do and only if asked to."""
     linear: Callable[..., None]
+    linear_parts: Callable[[torch.Tensor, torch.Tensor], PartSum | None]
+    """`linear` of x [T, K] and w [N, K], left to sum; None, and nothing done, where that does not pay."""
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

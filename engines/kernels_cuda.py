@@ -9,6 +9,7 @@ from splash_plugins.absorb.kernel import absorb
 from splash_plugins.cache_append.kernel import append_rows
 from splash_plugins.embed.kernel import embed
 from splash_plugins.few_rows.kernel import gated, linear
+from splash_plugins.few_rows.parts_kernel import linear_parts
 from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention.decode_kernel import decode
@@ -43,5 +44,6 @@ CUDA = Kernels(
     choose=choose,
     grouped_experts=grouped_experts,
     linear=linear,
+    linear_parts=linear_parts,
     gated=gated,
 )

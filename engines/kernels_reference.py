@@ -8,7 +8,7 @@ from splash_engines.kernels import Kernels
 from splash_plugins.absorb.reference import absorb
 from splash_plugins.cache_append.reference import append_rows, gather_rows
 from splash_plugins.embed.reference import embed
-from splash_plugins.few_rows.reference import gated, linear
+from splash_plugins.few_rows.reference import gated, linear, linear_parts
 from splash_plugins.grouped_experts.reference import sum_of_experts
 from splash_plugins.latent_rows.reference import latent_rows
 from splash_plugins.mla_attention.decode_reference import decode
@@ -35,5 +35,6 @@ REFERENCE = Kernels(
     choose=choose,
     grouped_experts=sum_of_experts,
     linear=linear,
+    linear_parts=linear_parts,
     gated=gated,
 )

@@ -151,19 +151,22 @@ def sum_pairs(
 ):  # fmt: skip
     """[columns] float32: addend[token] + sum over its experts here of weight * y[pair], in the order of choices.
 
-    row [P]: which row of y is a pair's, None: the pair itself. 0 where not inside.
+    row [P]: which row of y is a pair's, None: the pair itself. choice None: y as it is, all of it. 0 where not inside.
     """
     acc = tl.zeros((column.shape[0],), tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
-        local = tl.load(choice + pair) - first_expert
-        here = (local >= 0) & (local < num_experts)
-        source = pair
-        if row is not None:
-            source = tl.load(row + pair, mask=here, other=0).to(tl.int64)
-        # Rows of other ranks' pairs were never written: they may hold anything.
-        value = tl.load(y + source * width + column, mask=inside & here, other=0.0).to(tl.float32)
-        acc += value * tl.load(weight + pair)
+        if choice is None:
+            acc += tl.load(y + pair * width + column, mask=inside, other=0.0).to(tl.float32)
+        else:
+            local = tl.load(choice + pair) - first_expert
+            here = (local >= 0) & (local < num_experts)
+            source = pair
+            if row is not None:
+                source = tl.load(row + pair, mask=here, other=0).to(tl.int64)
+            # Rows of other ranks' pairs were never written: they may hold anything.
+            value = tl.load(y + source * width + column, mask=inside & here, other=0.0).to(tl.float32)
+            acc += value * tl.load(weight + pair)
     if addend is not None:
         acc += tl.load(addend + token * addend_stride + column, mask=inside, other=0.0).to(tl.float32)
     return acc

@@ -12,6 +12,7 @@ import torch
 
 from splash_engines import ops
 from splash_engines.kernels import Kernels
+from splash_plugins.few_rows.parts import PartSum
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.models.config import ModelConfig
@@ -229,8 +230,14 @@ class LatentAttention:
             first += pair[0].shape[1]
         return out
 
-    def project_out(self, layer: int, values: torch.Tensor, out: torch.Tensor) -> None:
-        """values [T_r, H, v] through the output projection into out [T_r, D]."""
+    def project_out(self, layer: int, values: torch.Tensor, out: torch.Tensor, defer: bool) -> PartSum | None:
+        """values [T_r, H, v] through the output projection into out [T_r, D]; or what is left to sum, if it may `defer`
+        that and has reason to."""
+        if defer:
+            own = self._own[f"layers.{layer}.o"].flatten(0, 1)
+            left = self._k.linear_parts(values.flatten(1), own.t())
+            if left is not None:
+                return left
         first = 0
         for block in self._blocks:
             o = block[f"layers.{layer}.o"]
@@ -240,6 +247,7 @@ class LatentAttention:
             else:
                 out.addmm_(x, o.flatten(0, 1))
             first += len(o)
+        return None
 
 
 def _stacked(own: dict[str, torch.Tensor], prefix: str) -> torch.Tensor | None:

@@ -20,9 +20,13 @@ from typing import Protocol
 import torch
 
 from splash_engines.ops import rms_norm
+from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.lse_merge.reference import lse_merge
 from splash_trt.dist.collectives import Collectives
+
+Unsummed = PairSum | PartSum
+"""Rows that sum_rows is to sum on this rank too."""
 
 
 class Peers(Protocol):
@@ -40,13 +44,13 @@ class Peers(Protocol):
         """Contiguous memory that the others can read, for the next call that meets them, and dead after it."""
         ...
 
-    def sums_pairs(self, partial: torch.Tensor) -> bool:
+    def takes_unsummed(self, partial: torch.Tensor) -> bool:
         """Whether sum_rows takes rows like partial [T, D] also before they are summed. The same on all ranks."""
         ...
 
     def sum_rows(
         self,
-        partial: torch.Tensor | PairSum,
+        partial: torch.Tensor | Unsummed,
         counts: Sequence[int] | None,
         offsets: torch.Tensor | None,
         hidden: torch.Tensor,
@@ -54,7 +58,7 @@ class Peers(Protocol):
         eps: float,
     ) -> torch.Tensor | None:
         """Adds the sum over ranks of partial [T, D] to hidden in place: rounded after the sum and again after the
-        addition. partial is a buffer, or where sums_pairs says so a PairSum, on some ranks or on all.
+        addition. partial is a buffer, or where takes_unsummed says so left to sum, on some ranks or on all.
 
         hidden [T_r, D] is this rank's part of the stacked rows, or all rows where counts and offsets are None. Returns
         rms_norm(hidden) * weight [D], in new memory, or None if weight is None.
@@ -127,19 +131,19 @@ class CollectivePeers:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
-    def sums_pairs(self, partial: torch.Tensor) -> bool:
+    def takes_unsummed(self, partial: torch.Tensor) -> bool:
         return False
 
     def sum_rows(
         self,
-        partial: torch.Tensor | PairSum,
+        partial: torch.Tensor | Unsummed,
         counts: Sequence[int] | None,
         offsets: torch.Tensor | None,
         hidden: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor | None:
-        assert isinstance(partial, torch.Tensor), "sums_pairs said no"
+        assert isinstance(partial, torch.Tensor), "takes_unsummed said no"
         if counts is None:
             hidden += self._comm.all_reduce(partial)
         else:

@@ -33,13 +33,13 @@ import numpy as np
 import torch
 import triton
 
-from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.overlap_kernel import overlap
 from splash_plugins.peer_rows import kernel
 from splash_trt.dist.handles import on_one_host, share
 from splash_trt.dist.rank_sum import even_split
 from splash_trt.memory.device_memory import DeviceMemory
 from splash_trt.runtime.mailbox import Mailbox, Mapped, mailbox_bytes
+from splash_trt.runtime.peers import Unsummed
 from splash_trt.runtime.pushes import Pushes
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ PUSH_BYTES = 256 << 10
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
 
-SUMS_PAIRS = True
-"""What pushes rows sums a token's experts as well, which saves the launch that would."""
+TAKES_UNSUMMED = True
+"""What pushes rows sums a token's experts and a product's parts as well, which saves the launch that would."""
 
 
 def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
@@ -137,13 +137,13 @@ class CudaPeers:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._mailbox.buffer(shape, dtype)
 
-    def sums_pairs(self, partial: torch.Tensor) -> bool:
+    def takes_unsummed(self, partial: torch.Tensor) -> bool:
         # Their sums are in float32.
-        return SUMS_PAIRS and partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
+        return TAKES_UNSUMMED and partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
 
     def sum_rows(
         self,
-        partial: torch.Tensor | PairSum,
+        partial: torch.Tensor | Unsummed,
         counts: Sequence[int] | None,
         offsets: torch.Tensor | None,
         hidden: torch.Tensor,
@@ -152,7 +152,7 @@ class CudaPeers:
     ) -> torch.Tensor | None:
         rows, width = partial.shape
         out = None if weight is None else torch.empty_like(hidden)
-        if isinstance(partial, PairSum) or self._pushes.fits(partial, rows):
+        if not isinstance(partial, torch.Tensor) or self._pushes.fits(partial, rows):
             self._pushes.sum_rows(partial, offsets, hidden, weight, out, eps)
             self._mailbox.turn()
             return out

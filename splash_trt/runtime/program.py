@@ -14,7 +14,6 @@ import torch
 
 from splash_engines import ops
 from splash_engines.kernels import Kernels
-from splash_plugins.grouped_experts.pairs import PairSum
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
 from splash_trt.layout.spec import SPECS, Residency, Tokens
@@ -22,7 +21,7 @@ from splash_trt.models.config import LayerKind, ModelConfig
 from splash_trt.runtime.beside import Beside
 from splash_trt.runtime.device_step import DeviceStep, RankState
 from splash_trt.runtime.latent_attention import LatentAttention
-from splash_trt.runtime.peers import Peers
+from splash_trt.runtime.peers import Peers, Unsummed
 from splash_trt.weights.shards import first_expert
 from splash_trt.weights.spec import partition
 
@@ -85,7 +84,7 @@ class Program:
     # Meetings of the ranks
 
     def _sum(
-        self, partial: torch.Tensor | PairSum, step: DeviceStep, hidden: torch.Tensor, norm: torch.Tensor | None
+        self, partial: torch.Tensor | Unsummed, step: DeviceStep, hidden: torch.Tensor, norm: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Add what all ranks have of `partial` [T, D] to hidden [T_r, D]; the next norm of it, [T_r, D]."""
         counts, offsets = (step.counts, step.arrays["offsets"]) if self._spread else (None, None)
@@ -114,12 +113,12 @@ class Program:
         # Only now: a buffer has to go into the next meeting, and attention has meetings of its own.
         shape = (len(x), self._model.hidden_size)
         partial = self._peers.buffer(shape, self._dtype) if self._summed else x.new_empty(shape)
-        self._attend.project_out(layer, values, partial)
+        left = self._attend.project_out(layer, values, partial, self._summed and self._peers.takes_unsummed(partial))
         if p + "o_bias" in own:
             hidden += own[p + "o_bias"]
         norm = own[p + "mlp_norm"]
         if self._summed:
-            summed = self._peers.sum_rows(partial, None, None, hidden, norm, self._eps)
+            summed = self._peers.sum_rows(left or partial, None, None, hidden, norm, self._eps)
             assert summed is not None
             return summed
         x = self._peers.buffer(shape, self._dtype) if self._spread else torch.empty_like(hidden)
@@ -144,7 +143,7 @@ class Program:
 
     def _mlp(
         self, layer: int, x: torch.Tensor, step: DeviceStep, simulated: torch.Tensor | None
-    ) -> torch.Tensor | PairSum:
+    ) -> torch.Tensor | Unsummed:
         """x [T, D] normed; this rank's part of what is added to the residual, [T, D], where peers can read it or as
         they can sum it.
 
@@ -170,7 +169,7 @@ class Program:
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
         ready = self._beside.join if shared is not None else None
         here = (x, choice, weight, gate_up, down, self._first_expert, shared, out)
-        left = self._k.grouped_experts(*here, ready=ready, defer=self._peers.sums_pairs(out))
+        left = self._k.grouped_experts(*here, ready=ready, defer=self._peers.takes_unsummed(out))
         return out if left is None else left
 
     def _gated(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.overlap_kernel import overlap
 from splash_plugins.peer_rows import push_kernel
 from splash_trt.runtime.mailbox import SLOT_BYTES, Mailbox
+from splash_trt.runtime.peers import Unsummed
 
 _INTEGERS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -34,7 +36,7 @@ class Pushes:
 
     def sum_rows(
         self,
-        partial: torch.Tensor | PairSum,
+        partial: torch.Tensor | Unsummed,
         offsets: torch.Tensor | None,
         hidden: torch.Tensor,
         weight: torch.Tensor | None,
@@ -44,7 +46,8 @@ class Pushes:
         """Peers.sum_rows, with `out` for its result."""
         rows, width = partial.shape
         columns = triton.next_power_of_2(width)
-        pairs = partial if isinstance(partial, PairSum) else None
+        joined = isinstance(partial, PairSum) and partial.joined
+        sums, top_k = _sums(partial)
         rest = (hidden, hidden if weight is None else weight, hidden if out is None else out)
         common = {
             "SIZE": self._size,
@@ -52,22 +55,22 @@ class Pushes:
             "INTEGER": _INTEGERS[hidden.itemsize],
             "SIGN": push_kernel.SIGN[hidden.itemsize],
             "NORM": weight is not None,
-            "TOP_K": pairs.choice.shape[1] if pairs else 0,
+            "TOP_K": top_k,
             "COLUMNS": columns,
             "num_warps": _warps(columns * hidden.itemsize),
-            **overlap(hidden, after_join=pairs is not None and pairs.joined),
+            **overlap(hidden, after_join=joined),
         }
         grid, start = (min(rows, self._num_blocks),), self._mailbox.slots
         if offsets is None:
             push_kernel.push_sum_rows_kernel[grid](
-                self._bases, start, *_parts(partial), *rest, rows, width, eps, self._rank, **common
+                self._bases, start, *sums, *rest, rows, width, eps, self._rank, **common
             )
         else:
             push_kernel.push_sum_spread_kernel[grid](
                 self._bases,
                 start,
                 self._mailbox.tokens,
-                *_parts(partial),
+                *sums,
                 *rest,
                 offsets,
                 width,
@@ -100,14 +103,16 @@ class Pushes:
         )
 
 
-def _parts(partial: torch.Tensor | PairSum) -> tuple[torch.Tensor | int | None, ...]:
-    """From `partial` to `num_experts` of the kernels that sum."""
+def _sums(partial: torch.Tensor | Unsummed) -> tuple[tuple[torch.Tensor | int | None, ...], int]:
+    """From `partial` to `num_experts` of the kernels that sum, and TOP_K."""
     if isinstance(partial, torch.Tensor):
-        return partial, None, None, None, None, 0, 0, 0
+        return (partial, None, None, None, None, 0, 0, 0), 0
+    if isinstance(partial, PartSum):
+        return (None, partial.y, None, None, None, 0, 0, 0), partial.y.shape[1]
     addend = partial.addend
     stride = 0 if addend is None else addend.stride(0)
-    sums = (partial.y, partial.choice, partial.weight, addend, stride, partial.first_expert, partial.num_experts)
-    return None, *sums
+    experts = (addend, stride, partial.first_expert, partial.num_experts)
+    return (None, partial.y, partial.choice, partial.weight, *experts), partial.choice.shape[1]
 
 
 def _warps(num_bytes: int) -> int:

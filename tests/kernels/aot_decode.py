@@ -6,6 +6,8 @@ import dataclasses
 
 from splash_plugins.absorb.kernel import BLOCK_L, absorb_kernel
 from splash_plugins.few_rows.kernel import CHUNK, PARTS, gated_kernel, linear_kernel
+from splash_plugins.few_rows.parts_kernel import CHUNK as PART_CHUNK
+from splash_plugins.few_rows.parts_kernel import COLUMNS, PART, parts_kernel
 from splash_plugins.latent_rows.kernel import latent_rows_kernel
 from splash_plugins.mla_attention.decode_kernel import (
     MANY_QUERIES,
@@ -60,7 +62,11 @@ def _decode(config: DecodeConfig, overlap: bool) -> Kernel:
     attend = {"HEADS": HEADS, "LATENT": LATENT, "ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_L": 512, "BLOCK_R": 64}
     blocks = {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "PARTS": config.parts}
     kernel = _kernel(decode_kernel, {**attend, **blocks}, overlap, config.num_warps, config.num_stages)
-    # Parts of a context are float32.
+    return _wide(kernel)
+
+
+def _wide(kernel: Kernel) -> Kernel:
+    """Parts of a context, or of a product, are float32."""
     return dataclasses.replace(kernel, types={**kernel.types, "out": "*fp32"})
 
 
@@ -83,6 +89,7 @@ def kernels(target: Target) -> list[Kernel]:
         "BLOCK_R": 32,
     }
     few = {"BLOCK_T": 16, "CHUNK": CHUNK, "PARTS": PARTS}
+    parted = {"DEPTH": HEADS * VALUE, "WIDTH": HIDDEN, "PART": PART, "CHUNK": PART_CHUNK, "BLOCK_N": COLUMNS}
     columns = merge_columns(2 * LATENT, target.shared_bytes)
     merged = {**tile, **up, "BLOCK_V": columns, "BLOCK_A": 4, "BLOCK_S": PARTS_MERGED // 4, "SPLITS": 16}
     return [
@@ -96,5 +103,6 @@ def kernels(target: Target) -> list[Kernel]:
         _kernel(merge_up_kernel, merged, overlap, 8),
         _kernel(linear_kernel, {**few, "DEPTH": HIDDEN, "BLOCK_N": 16, "depth_stride": 1}, overlap, PARTS),
         _kernel(linear_kernel, {**few, "DEPTH": HEADS * VALUE, "BLOCK_N": 16, "column_stride": 1}, overlap, PARTS),
+        *(_wide(_kernel(parts_kernel, {**parted, "BLOCK_T": rows}, overlap, 8)) for rows in (16, 64)),
         _kernel(gated_kernel, {**few, "DEPTH": HIDDEN, "BLOCK_N": 8}, overlap, PARTS),
     ]

@@ -23,6 +23,36 @@ def _aligned(types: dict[str, str]) -> tuple[str, ...]:
     return tuple(name for name in ("width", "stride", "sub_stride", "addend_stride") if name in types)
 
 
+def _pushes(size: int, overlap: bool) -> list[Kernel]:
+    rows = {"start": "i32", "out": "*bf16", "width": "i32"}
+    summed = {**rows, "hidden": "*bf16", "weight": "*bf16", "eps": "fp32"}
+    push = {"SIZE": size, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2], "OVERLAP": overlap}
+    to_sum = {**push, "SLOT_BYTES": SLOT_BYTES, "NORM": True, "COLUMNS": WIDTH}
+    # The rows that are summed, or the pairs or parts whose sums they are.
+    numbers = {"addend_stride": "i32", "first_expert": "i32", "num_experts": "i32"}
+    pairs = {"y": "*bf16", "choice": "*i32", "share": "*fp32", **numbers}
+    without = dict.fromkeys(("y", "choice", "share", "addend")) | {"TOP_K": 0}
+    sources: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
+        ({"partial": "*bf16", **numbers}, without),
+        ({**pairs, "addend": "*bf16"}, {"partial": None, "TOP_K": 4}),
+        (pairs, {"partial": None, "addend": None, "TOP_K": 8}),
+        ({"y": "*fp32", **numbers}, {**dict.fromkeys(("partial", "choice", "share", "addend")), "TOP_K": 5}),
+    )
+    pushed = summed | {"num_rows": "i32"}
+    spread = summed | {"offsets": "*i32", "tokens": "i32"}
+    gathered = {**rows, "num_rows": "i32", "x": "*bf16", "offsets": "*i32", "tokens": "i32"}
+    pushes = (
+        *((push_kernel.push_sum_rows_kernel, pushed | types, to_sum | given) for types, given in sources),
+        *((push_kernel.push_sum_spread_kernel, spread | types, to_sum | given) for types, given in sources),
+        (push_kernel.push_sum_rows_kernel, pushed | sources[0][0], to_sum | sources[0][1] | {"NORM": False}),
+        (push_kernel.push_sum_spread_kernel, spread | sources[1][0], to_sum | sources[1][1] | {"NORM": False}),
+        (push_kernel.push_gather_kernel, gathered, {**push, "SPREAD": True, "BLOCK": WIDTH}),
+    )
+    return [
+        Kernel(one, {**BASE, **types}, options, {"num_warps": 8}, _aligned(types)) for one, types, options in pushes
+    ]
+
+
 def _of(size: int, overlap: bool) -> list[Kernel]:
     meeting = {"SIZE": size, "BLOCKS": kernel.MAX_BLOCKS, "RANKS": kernel.MAX_RANKS}
     common = {**meeting, "MEET": True, "OVERLAP": overlap}
@@ -36,29 +66,8 @@ def _of(size: int, overlap: bool) -> list[Kernel]:
     picked |= {"stride": "i32", "sub_stride": "i32"}
     merged = {**rows, "lse_start": "i32", "lse_like": "*fp32", "offsets": "*i32", "heads": "i32"}
     tile = {"NORM": True, "ROWS": 4, "COLUMNS": WIDTH}
-    push = {"SIZE": size, "INTEGER": tl.int16, "SIGN": push_kernel.SIGN[2], "OVERLAP": overlap}
-    to_sum = {**push, "SLOT_BYTES": SLOT_BYTES, "NORM": True, "COLUMNS": WIDTH}
-    # The rows that are summed, or the pairs whose sums they are.
-    numbers = {"addend_stride": "i32", "first_expert": "i32", "num_experts": "i32"}
-    pairs = {"y": "*bf16", "choice": "*i32", "share": "*fp32", **numbers}
-    without = dict.fromkeys(("y", "choice", "share", "addend")) | {"TOP_K": 0}
-    sources: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
-        ({"partial": "*bf16", **numbers}, without),
-        ({**pairs, "addend": "*bf16"}, {"partial": None, "TOP_K": 4}),
-        (pairs, {"partial": None, "addend": None, "TOP_K": 8}),
-    )
-    pushed = {k: t for k, t in summed.items() if k != "offsets"}
-    spread = {k: t for k, t in summed.items() if k != "num_rows"} | {"tokens": "i32"}
-    gathered = {**rows, "x": "*bf16", "offsets": "*i32", "tokens": "i32"}
-    pushes = (
-        *((push_kernel.push_sum_rows_kernel, pushed | types, to_sum | given) for types, given in sources),
-        *((push_kernel.push_sum_spread_kernel, spread | types, to_sum | given) for types, given in sources),
-        (push_kernel.push_sum_rows_kernel, pushed | sources[0][0], to_sum | sources[0][1] | {"NORM": False}),
-        (push_kernel.push_sum_spread_kernel, spread | sources[1][0], to_sum | sources[1][1] | {"NORM": False}),
-        (push_kernel.push_gather_kernel, gathered, {**push, "SPREAD": True, "BLOCK": WIDTH}),
-    )
     return [
-        *(Kernel(one, {**BASE, **types}, options, {"num_warps": 8}, _aligned(types)) for one, types, options in pushes),
+        *_pushes(size, overlap),
         Kernel(kernel.meet_kernel, BASE, meeting, {"num_warps": 1}),
         *(
             make(kernel.sum_rows_kernel, summed, {**tile, "SPREAD": spread, "SUMMED": sliced})

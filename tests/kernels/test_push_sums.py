@@ -1,10 +1,11 @@
-"""Kernels that push rows and sum a token's experts on the way, alone: the bits of the sum first, the rest after it."""
+"""Kernels that push rows and sum a token's experts or a product's parts on the way, alone: the bits of the sum first, the rest after it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.kernel import combine
 from splash_plugins.grouped_experts.pairs import PairSum
 from splash_trt.runtime.mailbox import Mapped, mailbox_bytes
@@ -51,9 +52,26 @@ def test_bits(device: str, dtype: torch.dtype, addend: bool, spread: bool, rows:
     assert torch.equal(before, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("spread", [True, False])
+@pytest.mark.parametrize(("rows", "width", "parts"), [(1, 64, 5), (7, 40, 3)])
+def test_bits_of_parts(device: str, dtype: torch.dtype, spread: bool, rows: int, width: int, parts: int) -> None:
+    torch.manual_seed(rows)
+    peers, left = alone(device), PartSum(torch.randn(rows, parts, width).to(device))
+    summed = sum(left.y.unbind(1), torch.zeros_like(left.y[:, 0])).to(dtype)
+    partial = peers.buffer((rows, width), dtype).copy_(summed)
+    before, weight = torch.randn(rows, width).to(dtype).to(device), torch.randn(width).to(dtype).to(device)
+    want, got, out = before.clone(), before.clone(), torch.empty_like(before)
+    offsets = torch.tensor([0, rows], dtype=torch.int32, device=device) if spread else None
+    normed = peers.sum_rows(partial, [rows] if spread else None, offsets, want, weight, EPS)
+    peers._pushes.sum_rows(left, offsets, got, weight, out, EPS)
+    assert normed is not None and torch.equal(got, want) and torch.equal(out, normed)
+    assert not torch.equal(got, before)
+
+
 def test_one_rank_sums_no_pairs(device: str) -> None:
     peers = alone(device)
-    assert not peers.sums_pairs(peers.buffer((3, 64), torch.float32))
+    assert not peers.takes_unsummed(peers.buffer((3, 64), torch.float32))
 
 
 @pytest.mark.parametrize(("dtype", "rows", "sums"), [
@@ -68,4 +86,4 @@ def test_which_rows_ranks_sum(device: str, dtype: torch.dtype, rows: int, sums: 
     """Those that are pushed, but in float64, which no kernel sums a token's experts in."""
     memory = torch.zeros(mailbox_bytes(HALF), dtype=torch.uint8, device=device)
     peers = CudaPeers(0, Mapped(memory, [memory.data_ptr()] * 2), HALF)
-    assert peers.sums_pairs(peers.buffer((rows, 2048), dtype)) is sums
+    assert peers.takes_unsummed(peers.buffer((rows, 2048), dtype)) is sums

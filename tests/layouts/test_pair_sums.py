@@ -1,4 +1,5 @@
-"""A step whose ranks sum a token's experts as they meet gives what one gives that sums them before."""
+"""A step whose ranks sum a token's experts and the output projection's parts as they meet gives what one gives that
+sums them before."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import pytest
 import torch
 
 from splash_engines.kernels_reference import REFERENCE
+from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.grouped_experts.reference import sum_of_experts
 from splash_trt.config import Layout
-from splash_trt.runtime.peers import CollectivePeers
+from splash_trt.runtime.peers import CollectivePeers, Unsummed
 from tests.device_ranks import device_ranks
 from tests.switching.harness import Server, assert_same, make_requests, never_switched, write_model
 
-MET: list[torch.Size] = []
+MET: dict[type, int] = {}
 
 
 def left_over(
@@ -42,15 +44,22 @@ def left_over(
     return PairSum(y, one, torch.ones(one.shape), 0, 1, None, joined=ready is not None)
 
 
+def in_parts(x: torch.Tensor, w: torch.Tensor) -> PartSum:
+    """All of it, and then nothing."""
+    whole = x @ w.t()
+    return PartSum(torch.stack((whole, torch.zeros_like(whole)), dim=1))
+
+
 class Summing(CollectivePeers):
-    def sums_pairs(self, partial: torch.Tensor) -> bool:
+    def takes_unsummed(self, partial: torch.Tensor) -> bool:
         return True
 
-    def sum_rows(self, partial: torch.Tensor | PairSum, *rest: Any) -> torch.Tensor | None:
+    def sum_rows(self, partial: torch.Tensor | Unsummed, *rest: Any) -> torch.Tensor | None:
         if isinstance(partial, PairSum):
             assert partial.joined
-            MET.append(torch.Size(partial.shape))
-            partial = partial.y
+        if not isinstance(partial, torch.Tensor):
+            MET[type(partial)] = MET.get(type(partial), 0) + 1
+            partial = partial.y if isinstance(partial, PairSum) else partial.y.sum(1)
         return super().sum_rows(partial, *rest)
 
 
@@ -60,12 +69,13 @@ def test_what_is_left_to_sum_goes_to_the_peers(tmp_path: Path, layout: Layout) -
     MET.clear()
     with (
         device_ranks((2, 4)),
-        patch("splash_trt.runtime.cpu_runner.REFERENCE", replace(REFERENCE, grouped_experts=left_over)),
+        patch("splash_trt.runtime.cpu_runner.REFERENCE", replace(REFERENCE, grouped_experts=left_over, linear_parts=in_parts)),
         patch("splash_trt.runtime.cpu_runner.CollectivePeers", Summing),
         Server(folder, ranks=2, layout=layout, pages=40) as server,
     ):
         server.add(*requests)
         server.run()
         got = server.told
-    assert MET
+    summed = layout in (Layout.TP, Layout.DOP)
+    assert (PartSum in MET) == summed and MET[PairSum] > 0
     assert_same(got, never_switched(folder, requests))

@@ -1,4 +1,5 @@
-"""Peers that sum a token's experts on the way give the bits that they give of rows which were summed before.
+"""Peers that sum a token's experts or a product's parts on the way give the bits that they give of rows which were
+summed before.
 
 Import it where kernels can be launched, or are interpreted.
 """
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.kernel import combine
 from splash_plugins.grouped_experts.pairs import PairSum
-from splash_trt.runtime.peers import Peers
+from splash_trt.runtime.peers import Peers, Unsummed
 from tests.mpi.peer_cases import EPS, Setting, count_sets, same, stacked
 
-LOCAL, TOP_K = 3, 4
+LOCAL, TOP_K, PARTS = 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,14 @@ def sums_of_pairs(peers: Peers, s: Setting) -> int:
     compared = 0
     for seed, what in enumerate(_sums(peers.size, s)):
         like = torch.empty((what.stacked, what.width), dtype=s.dtype, device=s.device)
-        if not peers.sums_pairs(like):
+        if not peers.takes_unsummed(like):
             continue
         for addend, norm, mixed in ((True, True, False), (False, False, False), (False, True, True)):
-            _compare(peers, s, what, seed, addend, norm, mixed)
+            _compare(peers, s, what, seed, _pairs(peers, s, what, seed, addend), norm, mixed)
             compared += 1
+        y = s.random(seed + 1000 * peers.rank, (what.stacked * PARTS, what.width), torch.float32)
+        _compare(peers, s, what, seed, PartSum(y.view(what.stacked, PARTS, what.width)), True, seed % 2 == 1)
+        compared += 1
     return compared
 
 
@@ -56,7 +61,7 @@ def _sums(size: int, s: Setting) -> list[Sum]:
     return sums
 
 
-def _compare(peers: Peers, s: Setting, what: Sum, seed: int, addend: bool, norm: bool, mixed: bool) -> None:
+def _compare(peers: Peers, s: Setting, what: Sum, seed: int, left: Unsummed, norm: bool, mixed: bool) -> None:
     """mixed: rank 0 has its rows summed before."""
     peers.begin()
     me, offsets = peers.rank, None
@@ -66,13 +71,12 @@ def _compare(peers: Peers, s: Setting, what: Sum, seed: int, addend: bool, norm:
         begin, end, offsets = at[me], at[me] + what.counts[me], s.ints(at)
     before = s.random(seed, (end - begin + what.pad, what.width))
     weight = s.random(seed + 1, (what.width,)) if norm else None
-    left = _pairs(peers, s, what, seed, addend)
     summed = peers.buffer(left.shape, s.dtype)
     _combine(left, summed)
     assert not summed.isnan().any()
     want, hidden = before.clone(), before.clone()
     normed = peers.sum_rows(summed, what.counts, offsets, want, weight, EPS)
-    given: torch.Tensor | PairSum = left
+    given: torch.Tensor | Unsummed = left
     if mixed and me == 0:
         given = peers.buffer(left.shape, s.dtype)
         _combine(left, given)
@@ -84,7 +88,10 @@ def _compare(peers: Peers, s: Setting, what: Sum, seed: int, addend: bool, norm:
         same(got[: end - begin], normed[: end - begin])
 
 
-def _combine(left: PairSum, out: torch.Tensor) -> None:
+def _combine(left: Unsummed, out: torch.Tensor) -> None:
+    if isinstance(left, PartSum):
+        out.copy_(sum(left.y.unbind(1), torch.zeros_like(left.y[:, 0])).to(out.dtype))
+        return
     combine(left.y, left.choice, left.weight, left.first_expert, left.num_experts, left.addend, out)
 
 

@@ -1,0 +1,75 @@
+"""Triton: products of few rows with weights that lie by depth, left as sums over parts of it for whoever reads them.
+
+T rows, K numbers each, N columns. With columns enough in a program that it reads whole lines of such weights, columns
+alone do not make enough programs to have all weights in flight. So the depth is cut too, and what reads the result
+(plugins/peer_rows) adds the parts, in their order, in place of a kernel of its own.
+"""
+
+# Kernels' arguments are pointers, numbers and blocks that have no Python type.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from splash_plugins.few_rows.parts import PartSum
+from splash_plugins.overlap_kernel import overlap, wait_for_inputs
+
+MOST_ROWS = 64
+PART = 512
+"""Depth of a part."""
+CHUNK = 128
+COLUMNS = 64
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def parts_kernel(
+    x, x_stride, num_rows, w, depth_stride, num_parts, out,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [T, parts, N]; program (tile of columns, part). All its weights are asked for before the rows are there."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(1) * PART
+    chunks = ()
+    for c in tl.static_range(PART // CHUNK):
+        k = begin + c * CHUNK + tl.arange(0, CHUNK)
+        at = w + k.to(tl.int64)[:, None] * depth_stride + column[None, :]
+        chunk = tl.load(at, mask=(k < DEPTH)[:, None] & (column < WIDTH)[None, :], other=0)
+        chunks = chunks + (chunk,)  # type: ignore[assignment]
+    wait_for_inputs(OVERLAP)
+    row = tl.arange(0, BLOCK_T)
+    sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for c in tl.static_range(PART // CHUNK):
+        k = begin + c * CHUNK + tl.arange(0, CHUNK)
+        inside = (row < num_rows)[:, None] & (k < DEPTH)[None, :]
+        rows = tl.load(x + row[:, None] * x_stride + k[None, :], mask=inside, other=0)
+        sums = tl.dot(rows, chunks[c], sums, input_precision="ieee")
+    at = out + (row * num_parts + tl.program_id(1))[:, None] * WIDTH + column[None, :]
+    tl.store(at, sums, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :])
+
+
+def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether a product is one of few rows with weights by depth, large enough to be worth it."""
+    return w.stride(0) == 1 and 0 < len(x) <= MOST_ROWS and x.itemsize == 2 and w.shape[1] > PART and len(w) > COLUMNS
+
+
+def linear_parts(x: torch.Tensor, w: torch.Tensor, *, part: int = PART, columns: int = COLUMNS) -> PartSum | None:
+    """What is left to sum of plugins/few_rows/reference.py's linear; None, and nothing done, where it does not fit.
+
+    x [T, K] is contiguous in its last axis.
+    """
+    if not fits(x, w):
+        return None
+    (rows, depth), width = x.shape, len(w)
+    parts = triton.cdiv(depth, part)
+    out = torch.empty((rows, parts, width), dtype=torch.float32, device=x.device)
+    block_t = max(16, triton.next_power_of_2(rows))
+    parts_kernel[(triton.cdiv(width, columns), parts)](
+        x, x.stride(0), rows, w, w.stride(1), parts, out,
+        DEPTH=depth, WIDTH=width, PART=part, CHUNK=min(CHUNK, part), BLOCK_T=block_t, BLOCK_N=columns,
+        num_warps=8, **overlap(x),
+    )  # fmt: skip
+    return PartSum(out)
