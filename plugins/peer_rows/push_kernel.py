@@ -188,28 +188,39 @@ def push_sum_spread_kernel(
     OVERLAP: tl.constexpr,
 ):
     """As push_sum_rows_kernel, but hidden is rows offsets[rank] … offsets[rank + 1] - 1 of partial, whose other rows go
-    to the ranks that they belong to."""
+    to the ranks that they belong to. Row i of them all is block i % blocks' on every rank, so that each block has one
+    row to send or to receive where there are as many."""
     column = tl.arange(0, COLUMNS)
     mask = column < width
     scale = _wide(tl.load(weight + column, mask=mask, other=0.0)) if NORM else 0.0
-    wait_for_inputs(OVERLAP)
+    firsts = ()
     for peer in tl.static_range(SIZE):
-        if peer != rank:
-            first = tl.load(offsets + peer)
-            slot = _slot(bases, peer, start + rank * SLOT_BYTES, INTEGER)
-            for row in range(tl.program_id(0), tl.load(offsets + peer + 1) - first, tl.num_programs(0)):
-                part = _own_row(
-                    partial, y, choice, share, addend, addend_stride, first_expert, num_experts, first + row, column,
-                    mask, width, hidden, TOP_K,
-                )  # fmt: skip
-                tl.store(slot + row * width + column, _sent(part, INTEGER, SIGN), mask=mask)
+        firsts = firsts + (tl.load(offsets + peer),)  # type: ignore[assignment]
+    num_rows = tl.load(offsets + SIZE)
+    begin = tl.load(offsets + rank)
+    end = tl.load(offsets + rank + 1)
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    wait_for_inputs(OVERLAP)
+    for row in range(block, num_rows, blocks):
+        if (row < begin) | (row >= end):
+            owner = 0
+            first = 0
+            for peer in tl.static_range(1, SIZE):
+                owner = tl.where(row >= firsts[peer], peer, owner)
+                first = tl.where(row >= firsts[peer], firsts[peer], first)
+            part = _own_row(
+                partial, y, choice, share, addend, addend_stride, first_expert, num_experts, row, column, mask, width,
+                hidden, TOP_K,
+            )  # fmt: skip
+            slot = _slot(bases, owner, start + rank * SLOT_BYTES, INTEGER)
+            tl.store(slot + (row - first) * width + column, _sent(part, INTEGER, SIGN), mask=mask)
     _tokens(bases, tokens, rank, SIZE)
-    mine = tl.load(offsets + rank)
-    for row in range(tl.program_id(0), tl.load(offsets + rank + 1) - mine, tl.num_programs(0)):
-        at = row * width + column
+    for row in range(block + tl.cdiv(tl.maximum(begin - block, 0), blocks) * blocks, end, blocks):
+        at = (row - begin) * width + column
         own = _own_row(
-            partial, y, choice, share, addend, addend_stride, first_expert, num_experts, mine + row, column, mask,
-            width, hidden, TOP_K,
+            partial, y, choice, share, addend, addend_stride, first_expert, num_experts, row, column, mask, width,
+            hidden, TOP_K,
         )  # fmt: skip
         total = tl.zeros_like(_wide(own))
         for peer in tl.static_range(SIZE):
