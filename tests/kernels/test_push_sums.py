@@ -1,4 +1,5 @@
-"""Kernels that push rows and sum a token's experts or a product's parts on the way, alone: the bits of the sum first, the rest after it."""
+"""Kernels that push rows and sum a token's experts or a product's parts on the way, alone: the bits of the sum first,
+the rest after it."""
 
 from __future__ import annotations
 

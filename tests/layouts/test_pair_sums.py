@@ -67,9 +67,10 @@ class Summing(CollectivePeers):
 def test_what_is_left_to_sum_goes_to_the_peers(tmp_path: Path, layout: Layout) -> None:
     folder, requests = write_model(tmp_path), make_requests(4)
     MET.clear()
+    kernels = replace(REFERENCE, grouped_experts=left_over, linear_parts=in_parts)
     with (
         device_ranks((2, 4)),
-        patch("splash_trt.runtime.cpu_runner.REFERENCE", replace(REFERENCE, grouped_experts=left_over, linear_parts=in_parts)),
+        patch("splash_trt.runtime.cpu_runner.REFERENCE", kernels),
         patch("splash_trt.runtime.cpu_runner.CollectivePeers", Summing),
         Server(folder, ranks=2, layout=layout, pages=40) as server,
     ):
