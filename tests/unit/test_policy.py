@@ -217,6 +217,9 @@ class TestPatience:
         first, last = np.diff(changes)[:3].mean(), np.diff(changes)[-3:].mean()
         assert last > 1.5 * first
         assert chosen.explain(0.0)["doubt"] == MAX_DOUBT
+        chosen.resume()  # an operator had the say meanwhile
+        assert decided(chosen, load(Layout.TP, running=800, context=1000, now=now + 0.1)) is not None
+        assert chosen.explain(0.0)["doubt"] == 1.0
 
     def test_the_same_looks_give_the_same_answers(self) -> None:
         def answers() -> list[Decision | None]:
