@@ -266,8 +266,8 @@ class _Table:
         launches = {"rounds": 2.0 * self.blocks}
         self._add(
             "expand_kv", "gemm", self._after, layers, launches, format=self.attention,
-            flops={"context": 2.0 * m.kv_lora_rank * up},
-            bytes={"context": self.row + m.row_width * item + up * item,
+            flops={"expanded": 2.0 * m.kv_lora_rank * up},
+            bytes={"expanded": self.row + m.row_width * item + up * item,
                    "rounds": m.kv_lora_rank * up * BYTES[self.attention]},
         )  # fmt: skip
         self._add(

@@ -25,10 +25,10 @@ def named(  # type: ignore[no-untyped-def]
     num_ranks: int,
     formats: Formats | None = None,
     dtype: str = "bfloat16",
-    experts_cut: str = "whole",
+    **fields: object,
 ):
     """Per operation: (flops [N], bytes [N], launches [N])."""
-    deployment = replace(config(num_ranks, formats, dtype), experts_cut=experts_cut)
+    deployment = replace(config(num_ranks, formats, dtype), **fields)  # type: ignore[arg-type]
     work = LayoutWork(model, deployment, batch.layout)
     x = work.quantities.of(batch, work.quantities.sums(batch))
     ranks = (len(work.operations), num_ranks)
@@ -128,6 +128,29 @@ def test_tp_and_dp_multiply_the_same_in_all(make) -> None:  # type: ignore[no-un
     for name in ("q_up", "absorb", "mla_decode", "v_up", "expand_kv", "mla_prefill", "o_proj", "experts", "shared_mlp"):
         assert tp[name][0].sum() == pytest.approx(dp[name][0].sum()), name
     assert tp["qkv_a"][0].sum() == pytest.approx(8 * dp["qkv_a"][0].sum())
+
+
+@pytest.mark.parametrize(
+    "layout, tokens, start, rows",
+    [
+        (Layout.TP, 512, 0, 512),
+        (Layout.TP, 300, 0, 320),
+        (Layout.DP, 300, 0, 320),
+        (Layout.TP, 10, 0, 256),
+        (Layout.TP, 2100, 0, 2560),
+        (Layout.TP, 512, 64, 640),
+        (Layout.TP, 512, 1000, 4096),
+        (Layout.TP, 512, 5000, 5512),
+    ],
+)
+def test_captured_steps_expand_contexts_of_few_sizes(layout: Layout, tokens: int, start: int, rows: int) -> None:
+    """With blocks of 4,096 rows; beyond it steps are not captured."""
+    model, batch = splash_tiny(), prefill(layout, 2, tokens, start)
+    plain, captured = (named(model, batch, 2, run_on=run_on, context_block_tokens=4096) for run_on in ("cpu", "gpu"))
+    heads = 8 if layout is Layout.DP else 4
+    assert captured["expand_kv"][0][0] == 8 * 2 * rows * 64 * heads * 64
+    assert plain["expand_kv"][0][0] == 8 * 2 * (start + tokens) * 64 * heads * 64
+    assert (captured["mla_prefill"][1] == plain["mla_prefill"][1]).all()
 
 
 def test_cache_rows_are_read_where_they_lie() -> None:
