@@ -123,6 +123,8 @@ class Orchestrator:
         if name.lower() == "auto":
             if self._policy is None:
                 raise ValueError("layout: 'auto' is not possible, this deployment was started with one layout")
+            if not self._auto:
+                self._policy.resume()
             self._auto = True
             return
         layout = Layout.parse(name)

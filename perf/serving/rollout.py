@@ -2,8 +2,10 @@
 
 All prompts are sent at once, and all answers must end. Lengths are log-normal; clients ask for the longest one's and
 leave when theirs has come, so that the server does not know them. Layouts are pinned in turn, then auto follows the
-load. With --step-times the ceiling stands beside it; add_ceiling.py adds it later. Writes
-perf/results/serving/<name>.{json,md,png}.
+load; all have the same prompts in a round. What auto's policy has learnt of steps' times it keeps: after the others it
+knows all layouts, as a server does that has seen such rollouts, and before them little more than --device says; what it
+thinks of its last changes it forgets when a layout was pinned. With --step-times the ceiling stands beside it;
+add_ceiling.py adds it later. Writes perf/results/serving/<name>.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from perf.serving.server import MODEL_NAME, Server
 VIEW = harness.View(x="round", y="seconds", series="layout", panels=("load",), ratio="auto_over")
 CEILING = "ceiling"
 SEED = 7
+WARM_SEED = 1000
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -36,6 +39,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithms")
     parser.add_argument("--most", type=int, default=4096, help="longest answer")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=32,
+                        help="each layout serves it first with answers so many times as short; 0: none")  # fmt: skip
     parser.add_argument("--step-times", type=Path, default=None,
                         help="folder with step_time.json and prefill.json of perf.engines.step_time")  # fmt: skip
     parser.add_argument("--step-times-prefix", default="", help="of those two files' names")
@@ -52,6 +57,20 @@ def ceiling_rows(times: StepTimes, prompt: int, outputs: Sequence[int], rounds: 
     """How long it would take where every step had the fastest layout: the same in every round."""
     seconds = round(rollout_s(times, prompt, outputs, times.layouts), 3)
     return [{"load": "rollout", "round": r + 1, "layout": CEILING, "seconds": seconds} for r in range(rounds)]
+
+
+def warm_up(server: Server, options: argparse.Namespace, outputs: Sequence[int], vocab_size: int) -> None:
+    """All layouts that will be used have had such steps: prompts together, and batches from all down to one. Clients
+    leave here too: a server that saw short answers end would expect more of them."""
+    fixed = deployment.LAYOUTS if deployment.AUTO in options.layouts else options.layouts
+    short = [-(-length // options.warmup) for length in outputs]
+    wishes = [Wish(options.prompt, length, max(options.most, length + 1)) for length in short]
+    for label in dict.fromkeys(fixed):
+        server.go_to(label)
+        load.run(
+            server.url, MODEL_NAME, vocab_size, wishes, clients=len(wishes), processes=options.processes, seed=WARM_SEED
+        )
+        server.wait_until_idle()
 
 
 def run_once(
@@ -118,10 +137,12 @@ def main(arguments: Sequence[str]) -> int:
     wishes = [Wish(options.prompt, length, max(options.most, length + 1)) for length in outputs]
     measured: list[harness.Row] = []
     with deployment.server(options) as server:
+        if options.warmup:
+            warm_up(server, options, outputs, model.vocab_size)
         once = functools.partial(run_once, server, options, wishes, model.vocab_size)
         for turn in range(options.rounds):
-            for number, label in enumerate(options.layouts):
-                measured.append({"load": "rollout", "round": turn + 1, **once(label, 100 * turn + number)})
+            for label in options.layouts:
+                measured.append({"load": "rollout", "round": turn + 1, **once(label, turn)})
                 result = result_of(options, arguments, measured, outputs)
                 if result.check.passed:  # whatever comes after it
                     report.publish(result, options.results)

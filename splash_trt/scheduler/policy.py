@@ -51,13 +51,16 @@ class Decision:
 
 class Policy(Protocol):
     """observe() is told of steps that completed; decide() is asked where wants_to_look() says that it may be worth it,
-    and answers None to stay; expected_s() is what a plan's rows should take, in seconds; explain() is for people."""
+    and answers None to stay; resume() tells that an operator had the say until now; expected_s() is what a plan's rows
+    should take, in seconds; explain() is for people."""
 
     def observe(self, plan: Plan, result: StepResult) -> None: ...
 
     def wants_to_look(self, now: float, running: int, arrived_tokens: int) -> bool: ...
 
     def decide(self, load: Load) -> Decision | None: ...
+
+    def resume(self) -> None: ...
 
     def expected_s(self, plan: Plan) -> float: ...
 
@@ -185,6 +188,12 @@ class CostPolicy:
         moved = best.homes != load.home if best.moves_owners else []
         owners = {int(load.slots[i]): int(best.homes[i]) for i in range(load.running) if len(moved) and moved[i]}
         return Decision(best.layout, reason(comparison, best, load), _kind(comparison, best, load), owners)
+
+    def resume(self) -> None:
+        """What became of its own last change nobody knows any more; how long steps take it does know."""
+        self._doubt, self._last, self._wish = Doubt(), None, None
+        self._agreed, self._missed = 0, 0.0
+        self._looked = self._changed = -1e9
 
     def _verdict(self, comparison: Comparison, best: Candidate, now: float, since_s: float) -> str | None:
         """Why to stay; None to go to the best."""

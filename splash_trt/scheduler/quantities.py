@@ -35,7 +35,8 @@ QUANTITIES = (
     "crossing",  # decode tokens that go to other ranks to be attended for, or come from there, whichever is more
     "prefill",  # prefill tokens here, attending expanded
     "pairs",  # (query, key) pairs of theirs
-    "context",  # cache rows that are up-projected here
+    "context",  # cache rows that they reach
+    "expanded",  # rows that are up-projected for it here, padding included
     "rounds",  # in so many blocks
     "fetches",  # blocks of context that cross ranks for prefill
     "fetched",  # cache rows sent to other ranks for prefill, or received, whichever is more
@@ -48,9 +49,13 @@ QUANTITIES = (
 INDEX = {name: i for i, name in enumerate(QUANTITIES)}
 (
     _ONE, _ALL, _HERE, _BUSY, _TOUCHED, _SAMPLED, _DECODING, _ABSORBED, _ABSORBING, _READ, _ROWS, _CROSSING, _PREFILL,
-    _PAIRS, _CONTEXT, _ROUNDS, _FETCHES, _FETCHED, _SPARSE, _SPARSE_ROWS, _CHOOSING, _INDEX_PAIRS, _INDEX_ROWS,
+    _PAIRS, _CONTEXT, _EXPANDED, _ROUNDS, _FETCHES, _FETCHED, _SPARSE, _SPARSE_ROWS, _CHOOSING, _INDEX_PAIRS,
+    _INDEX_ROWS,
 ) = range(len(QUANTITIES))  # fmt: skip
 
+
+LEAST_ROWS, MOST_APART = 256.0, 512.0
+"""Sizes of captured steps: see runtime/shapes.py."""
 
 Column = list[float]
 """By quantity: what is the same on all ranks."""
@@ -86,6 +91,8 @@ class Quantities:
         self._page = config.page_tokens
         self._block = config.context_block
         self._padded = padded
+        self._graphed = config.run_on == "gpu"
+        self._layout = layout
         self._top_k = math.inf if model.indexer is None else float(model.indexer.top_k)
         experts = model.experts
         holders = 1 if config.experts_cut == "inside" else self._ranks
@@ -156,11 +163,21 @@ class Quantities:
             x[_PREFILL] = tokens
             x[_PAIRS] = pairs
             x[_CONTEXT] = context
+            x[_EXPANDED] = self._in_graph(float(np.max(context)), x, sums) if self._graphed else context
             x[_ROUNDS] = np.ceil(context / self._block)
         else:
             x[_SPARSE] = tokens
             x[_SPARSE_ROWS] = chosen
             x[_CHOOSING] = 1.0
+
+    def _in_graph(self, context: float, x: Any, sums: Sums) -> float:
+        """Rows that each rank up-projects where steps are captured, as runtime/shapes.py sizes them: what as many
+        prompt tokens without a past have, a quarter more, or a block. Beyond a block nothing is captured."""
+        tokens = max(float(np.max(x[_HERE])) if self._layout is Layout.DP else sums.tokens, LEAST_ROWS)
+        apart = min(2.0 ** math.floor(math.log2(tokens)) / 4, MOST_APART)
+        whole = math.ceil(tokens / apart) * apart
+        sizes = (min(size, float(self._block)) for size in (whole, 1.25 * whole, math.inf))
+        return next((size for size in sizes if context <= size), context)
 
     def _tp(self, x: Column, batch: Batch, sums: Sums) -> np.ndarray:
         x[_HERE] = sums.decode + sums.prefill

@@ -7,6 +7,9 @@ a b numbers of weights once. Routing is uniform: a rank computes its share of T 
 E (1 - (1 - k / E)^T) are touched; with experts cut inside, of all choices and all experts, each with its share of I.
 The slowest rank is the one with the largest shard, so shards count as that large.
 
+Launches are those of the kernels that GPUs have: a sum of all ranks' parts adds to the residual and norms as well, and
+latents are normed, rotated and appended in one.
+
 What crosses ranks is counted as the bytes that the busiest rank sends or receives, whichever is more: an all-reduce is
 2 (N - 1) / N of its tensor; gathers and scattered sums of spread tokens are padded to the largest count.
 
@@ -180,14 +183,14 @@ class _Table:
         m, one = self.model, {"one": 1.0}
         q_in = m.q_lora_rank or m.hidden_size
         latent = (m.q_lora_rank or 0) + m.row_width
-        self._passes("attn_norm", "attn_in", layers, "here", 4 * m.hidden_size, one)
+        self._passes("attn_norm", "attn_in", layers, "here", 4 * m.hidden_size, one if self.ranks == 1 else {})
         self._product("qkv_a", "attn_in", layers, self.weights, "here", m.hidden_size, latent, one, busy="busy")
         self._passes("latent_norms", "attn_in", layers, "here", 2 * latent, one)
         blocks = {"one": float(self.blocks)}
         outer = self.heads * m.qk_head_dim
         self._product("q_up", "attn_in", layers, self.attention, "here", q_in, outer, blocks, busy="busy")
         rotated = 2 * self.heads * m.qk_rope_head_dim + 2 * m.row_width
-        self._passes("rope_append", "attn_in", layers, "here", rotated, {"one": 2})
+        self._passes("rope_append", "attn_in", layers, "here", rotated, {})  # with the norms before, and with absorb
 
     def _indexer(self, layers: int) -> None:
         m, one = self.model, {"one": 1.0}
@@ -263,8 +266,8 @@ class _Table:
         launches = {"rounds": 2.0 * self.blocks}
         self._add(
             "expand_kv", "gemm", self._after, layers, launches, format=self.attention,
-            flops={"context": 2.0 * m.kv_lora_rank * up},
-            bytes={"context": self.row + m.row_width * item + up * item,
+            flops={"expanded": 2.0 * m.kv_lora_rank * up},
+            bytes={"expanded": self.row + m.row_width * item + up * item,
                    "rounds": m.kv_lora_rank * up * BYTES[self.attention]},
         )  # fmt: skip
         self._add(
@@ -289,7 +292,8 @@ class _Table:
 
     def _mlp(self, dense: int, moe: int) -> None:
         m, layers = self.model, dense + moe
-        self._passes("mlp_norm", self._after, layers, "here", 4 * m.hidden_size, {"one": 1})
+        alone = {"one": 1.0} if self.full else {}
+        self._passes("mlp_norm", self._after, layers, "here", 4 * m.hidden_size, alone)
         if self.spread:
             hidden = m.hidden_size * self.item
             self._collective("mlp_gather", layers, "here", hidden * (self.ranks - 1), {"one": 1})
@@ -307,9 +311,10 @@ class _Table:
             kept = 2 * m.hidden_size + 3 * inner
             self._add(
                 "experts", "experts", "mlp", moe, {"one": 4}, format=self.weights,
-                flops={"all": 2 * numbers * each},
-                bytes={"touched": numbers * BYTES[self.weights], "all": each * kept * self.item},
+                flops={"all": 2 * numbers * each}, bytes={"all": each * kept * self.item},
             )  # fmt: skip
+            # By itself, so that both count: with few tokens an expert the blocks that are multiplied are half empty.
+            self._add("expert_weights", "experts", "mlp", moe, bytes={"touched": numbers * BYTES[self.weights]})
             self._add(EXPERT_LOOP, "operation", "mlp", moe, {"touched": 1})
             if experts.shared_intermediate_size:
                 self._gated("shared_mlp", moe, experts.shared_intermediate_size)
@@ -319,7 +324,7 @@ class _Table:
         inner, hidden = largest_share(intermediate, self.ranks, 128), self.model.hidden_size
         numbers = 3.0 * hidden * inner
         moved = {"one": numbers * BYTES[self.weights], "all": (2 * hidden + 3 * inner) * self.item}
-        self._add(name, "gemm", "mlp", layers, {"one": 3}, format=self.weights, flops={"all": 2 * numbers}, bytes=moved)
+        self._add(name, "gemm", "mlp", layers, {"one": 2}, format=self.weights, flops={"all": 2 * numbers}, bytes=moved)
 
     def _end(self) -> None:
         m = self.model

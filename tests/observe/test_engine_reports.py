@@ -37,7 +37,7 @@ class OneDecision:
     """Wants DP, once, after some looks."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.looks = self.resumed = 0
 
     def observe(self, *about: object) -> None: ...
 
@@ -47,6 +47,9 @@ class OneDecision:
     def decide(self, load: object) -> Decision | None:
         self.looks += 1
         return Decision(Layout.DP, "it was said so", "crowd") if self.looks == 3 else None
+
+    def resume(self) -> None:
+        self.resumed += 1
 
     def expected_s(self, plan: Plan) -> float:
         return 0.01
@@ -188,3 +191,14 @@ def test_the_log(service: Service, logged: list[logging.LogRecord]) -> None:
     refused = lines["refused"]
     assert refused.levelname == "DEBUG"
     assert refused.fields == {"request": "bad", "field": "prompt"}  # type: ignore[attr-defined]
+
+
+def test_the_policy_begins_anew_only_after_a_pin(service: Service) -> None:
+    policy: Any = OneDecision()
+    orchestrator = Orchestrator(service.scheduler, policy.decide, 2, policy=policy)
+    orchestrator.set_layout("auto")
+    assert policy.resumed == 0
+    for _ in range(2):
+        orchestrator.set_layout(service.scheduler.layout.name, pin=True)
+    orchestrator.set_layout("auto")
+    assert (policy.resumed, orchestrator.mode) == (1, "auto")

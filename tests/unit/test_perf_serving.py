@@ -228,6 +228,32 @@ class TestRollout:
         assert min(found) >= 1 and max(found) == 4096
         assert 500 < float(np.median(found)) < 700
 
+    def test_a_warm_up_has_each_layout_once_and_nobody_learns_its_lengths(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[Any] = []
+
+        class Layouts:
+            url = ""
+
+            def go_to(self, layout: str) -> None:
+                seen.append(layout)
+
+            def wait_until_idle(self) -> None: ...
+
+        def run(*about: Any, **how: Any) -> None:
+            seen.append(about[3])
+
+        monkeypatch.setattr(load, "run", run)
+        server: Any = Layouts()
+        options = rollout.parse(["--most", "64", "--layouts", "tp", "auto", "dp", "auto"])
+        rollout.warm_up(server, options, [1, 64, 65], 2048)
+        assert seen[::2] == list(deployment.LAYOUTS)
+        assert seen[1::2] == [[Wish(512, 1, 64), Wish(512, 2, 64), Wish(512, 3, 64)]] * 4
+        seen.clear()
+        rollout.warm_up(server, rollout.parse(["--layouts", "dp", "dp"]), [1], 2048)
+        assert seen[::2] == ["dp"]
+
     def test_ratios_are_of_the_same_round(self) -> None:
         rows: list[Any] = [
             {"round": turn, "layout": layout, "seconds": seconds}

@@ -88,6 +88,14 @@ def settled(load: Load, chosen: CostPolicy | None = None, looks: int = 5) -> Lay
     return layout
 
 
+def decided(chosen: CostPolicy, load: Load) -> Decision | None:
+    """Within the looks that a small gain takes, a tenth of a second apart."""
+    decision = None
+    for look in range(LOOKS):
+        decision = decision or chosen.decide(dataclasses.replace(load, now=load.now + look / 10))
+    return decision
+
+
 class TestWhereLoadsLead:
     @pytest.mark.parametrize("start", list(Layout))
     def test_few_requests_to_tp(self, start: Layout) -> None:
@@ -133,16 +141,14 @@ class TestWhereLoadsLead:
     def test_a_full_tp_goes_by_way_of_dop(self) -> None:
         chosen = policy()
         crowd = load(running=900, context=ROOM[Layout.TP] // 905)
-        assert chosen.decide(crowd) is not None
+        assert decided(chosen, crowd) is not None
         explained = {entry["layout"]: entry for entry in chosen.explain(0.0)["candidates"]}  # type: ignore[attr-defined]
         assert explained["dp"]["switch"]["route"] == ["dop", "dp"]
 
     def test_drifted_owners_are_evened_out(self) -> None:
         home = np.concatenate([np.zeros(60, np.int64), np.arange(340) % N])
         crowd = load(Layout.DP, running=400, context=4000, home=home, left=np.full(400, 5000.0))
-        chosen, decision = policy(), None
-        for look in range(LOOKS):
-            decision = decision or chosen.decide(dataclasses.replace(crowd, now=10.0 + look))
+        decision = decided(policy(), crowd)
         assert decision is not None and decision.layout is Layout.DP and decision.kind == "owners"
         moved = home.copy()
         for slot, rank in decision.owners.items():
@@ -194,8 +200,8 @@ class TestPatience:
 
     def test_a_layout_is_kept_for_a_while(self) -> None:
         chosen = policy()
-        assert chosen.decide(load(running=800, context=1000, now=10.0)) is not None
-        assert chosen.decide(load(Layout.DP, running=1, now=10.1)) is None
+        assert decided(chosen, load(running=800, context=1000, now=10.0)) is not None
+        assert chosen.decide(load(Layout.DP, running=1, now=10.3)) is None
         assert "kept" in str(chosen.explain(0.0)["verdict"])
 
     def test_loads_that_turn_after_each_change_are_followed_less_and_less(self) -> None:
@@ -211,6 +217,9 @@ class TestPatience:
         first, last = np.diff(changes)[:3].mean(), np.diff(changes)[-3:].mean()
         assert last > 1.5 * first
         assert chosen.explain(0.0)["doubt"] == MAX_DOUBT
+        chosen.resume()  # an operator had the say meanwhile
+        assert decided(chosen, load(Layout.TP, running=800, context=1000, now=now + 0.1)) is not None
+        assert chosen.explain(0.0)["doubt"] == 1.0
 
     def test_the_same_looks_give_the_same_answers(self) -> None:
         def answers() -> list[Decision | None]:
@@ -225,7 +234,7 @@ class TestPatience:
 
     def test_explanations_are_plain_values(self) -> None:
         chosen = policy()
-        decision = chosen.decide(load(running=800, context=1000))
+        decision = decided(chosen, load(running=800, context=1000))
         explained = json.loads(json.dumps(chosen.explain(0.0)))
         assert explained["load"]["running"] == 800 and len(explained["candidates"]) == 4
         assert decision is not None and "800 running" in decision.why and "saves" in decision.why

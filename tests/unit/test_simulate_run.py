@@ -65,6 +65,8 @@ class Crowds:
         wanted = Layout.DP if load.running + load.waiting > self._many else Layout.TP
         return None if wanted is load.layout or load.is_idle else Decision(wanted, "counted")
 
+    def resume(self) -> None: ...
+
     def expected_s(self, plan: Plan) -> float:
         return FakeCost().step_s(Batch.of(plan, RANKS))
 

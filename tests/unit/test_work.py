@@ -25,10 +25,10 @@ def named(  # type: ignore[no-untyped-def]
     num_ranks: int,
     formats: Formats | None = None,
     dtype: str = "bfloat16",
-    experts_cut: str = "whole",
+    **fields: object,
 ):
     """Per operation: (flops [N], bytes [N], launches [N])."""
-    deployment = replace(config(num_ranks, formats, dtype), experts_cut=experts_cut)
+    deployment = replace(config(num_ranks, formats, dtype), **fields)  # type: ignore[arg-type]
     work = LayoutWork(model, deployment, batch.layout)
     x = work.quantities.of(batch, work.quantities.sums(batch))
     ranks = (len(work.operations), num_ranks)
@@ -57,7 +57,8 @@ def test_splash_tiny_decoding_on_one_rank() -> None:
     assert bytes_["mla_decode"] == 8 * 4 * (300 * 80 + 3 * 8 * (80 + 64))
     assert bytes_["router"] == 7 * 4 * (256 * 16 + 3 * (256 + 16))
     touched = 16 * (1 - (3 / 4) ** 3)
-    assert bytes_["experts"] == pytest.approx(7 * 4 * (touched * 3 * 256 * 32 + 3 * 4 * (2 * 256 + 3 * 32)))
+    assert bytes_["experts"] == 7 * 4 * 3 * 4 * (2 * 256 + 3 * 32)
+    assert bytes_["expert_weights"] == pytest.approx(7 * 4 * touched * 3 * 256 * 32)
     assert found["expert_loop"][2][0] == pytest.approx(7 * touched)
     assert not any(name.endswith(("_sum", "_gather")) for name in found)  # one rank talks to nobody
 
@@ -91,10 +92,11 @@ def test_one_request_of_v3_reads_its_active_parameters_once() -> None:
 
 def test_a_crowd_touches_all_experts() -> None:
     model = deepseek_v3()
-    few, many = (named(model, decode(Layout.TP, 8, n, 1), 8, FP8)["experts"][1][0] for n in (1, 4096))
+    few, many = (named(model, decode(Layout.TP, 8, n, 1), 8, FP8) for n in (1, 4096))
     expert = 3 * 7168 * 2048 * (1 + 4 / 128**2)
-    assert few == pytest.approx(58 * expert, rel=0.01)
-    assert many == pytest.approx(58 * (32 * expert + 4096 * (2 * 7168 + 3 * 2048) * 2), rel=0.01)
+    assert few["expert_weights"][1][0] == pytest.approx(58 * expert, rel=0.01)
+    assert many["expert_weights"][1][0] == pytest.approx(58 * 32 * expert, rel=0.01)
+    assert many["experts"][1][0] == 58 * 4096 * (2 * 7168 + 3 * 2048) * 2
 
 
 def test_experts_cut_inside_are_all_hit_and_read_in_part() -> None:
@@ -105,9 +107,10 @@ def test_experts_cut_inside_are_all_hit_and_read_in_part() -> None:
     assert inside["expert_loop"][2] == pytest.approx([7 * touched] * 2)
     assert inside["experts"][0].tolist() == whole["experts"][0].tolist() == [7 * 2 * 3 * 2 * 3 * 256 * 32] * 2
     for found, rows, inner in ((whole, 3 * 2, 32), (inside, 3 * 4, 16)):
-        wanted = 7 * 4 * (touched / 2 * 3 * 256 * 32 + rows * (2 * 256 + 3 * inner))
-        assert found["experts"][1] == pytest.approx([wanted] * 2)
-    assert all((inside[name][1] == whole[name][1]).all() for name in whole if name not in ("experts", "expert_loop"))
+        assert found["expert_weights"][1] == pytest.approx([7 * 4 * touched / 2 * 3 * 256 * 32] * 2)
+        assert found["experts"][1] == pytest.approx([7 * 4 * rows * (2 * 256 + 3 * inner)] * 2)
+    apart = ("experts", "expert_weights", "expert_loop")
+    assert all((inside[name][1] == whole[name][1]).all() for name in whole if name not in apart)
 
 
 def test_experts_cut_inside_count_as_the_largest_share() -> None:
@@ -125,6 +128,29 @@ def test_tp_and_dp_multiply_the_same_in_all(make) -> None:  # type: ignore[no-un
     for name in ("q_up", "absorb", "mla_decode", "v_up", "expand_kv", "mla_prefill", "o_proj", "experts", "shared_mlp"):
         assert tp[name][0].sum() == pytest.approx(dp[name][0].sum()), name
     assert tp["qkv_a"][0].sum() == pytest.approx(8 * dp["qkv_a"][0].sum())
+
+
+@pytest.mark.parametrize(
+    "layout, tokens, start, rows",
+    [
+        (Layout.TP, 512, 0, 512),
+        (Layout.TP, 300, 0, 320),
+        (Layout.DP, 300, 0, 320),
+        (Layout.TP, 10, 0, 256),
+        (Layout.TP, 2100, 0, 2560),
+        (Layout.TP, 512, 64, 640),
+        (Layout.TP, 512, 1000, 4096),
+        (Layout.TP, 512, 5000, 5512),
+    ],
+)
+def test_captured_steps_expand_contexts_of_few_sizes(layout: Layout, tokens: int, start: int, rows: int) -> None:
+    """With blocks of 4,096 rows; beyond it steps are not captured."""
+    model, batch = splash_tiny(), prefill(layout, 2, tokens, start)
+    plain, captured = (named(model, batch, 2, run_on=run_on, context_block_tokens=4096) for run_on in ("cpu", "gpu"))
+    heads = 8 if layout is Layout.DP else 4
+    assert captured["expand_kv"][0][0] == 8 * 2 * rows * 64 * heads * 64
+    assert plain["expand_kv"][0][0] == 8 * 2 * (start + tokens) * 64 * heads * 64
+    assert (captured["mla_prefill"][1] == plain["mla_prefill"][1]).all()
 
 
 def test_cache_rows_are_read_where_they_lie() -> None:
@@ -212,7 +238,7 @@ def test_a_long_prompt_with_an_indexer_attends_to_chosen_rows() -> None:
 def test_formats_change_what_is_read_not_what_is_multiplied() -> None:
     model = deepseek_v3()
     wide, narrow = (named(model, decode(Layout.DP, 8, 8, 1024), 8, formats) for formats in (None, FP8))
-    for name in ("experts", "q_up", "o_proj", "shared_mlp"):
+    for name in ("expert_weights", "q_up", "o_proj", "shared_mlp"):
         assert wide[name][0].tolist() == narrow[name][0].tolist()
         assert narrow[name][1][0] == pytest.approx(wide[name][1][0] / 2, rel=0.03), name
     assert wide["head"][1].tolist() == narrow["head"][1].tolist()
