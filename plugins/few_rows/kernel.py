@@ -93,9 +93,14 @@ def gated_kernel(
     tl.store(out + row[:, None] * inner + column[None, :], (gate * tl.sigmoid(gate) * up).to(element), mask=inside)
 
 
-def columns_of(rows: int, depth: int, columns: int) -> int:
-    """Columns of a program, 0 where torch's product is not slower; as measured on an H200 (perf/kernels_decode.py)."""
-    return 16 if rows <= 16 and 1024 <= depth and columns <= 2048 else 0
+def cut_of(rows: int, depth: int, columns: int) -> tuple[int, int]:
+    """Columns of a program and PARTS; no columns where torch's product is not slower. As measured on an H200: the deep
+    ones alone (perf/kernels_decode.py), the others in whole steps, where torch's launches overlap with no other."""
+    if rows <= 16 and depth >= 1024 and columns <= 2048:
+        return 16, PARTS
+    if rows <= 16 and 512 <= depth < 1024 <= columns:
+        return 32, PARTS // 2
+    return 0, PARTS
 
 
 def _fits(x: torch.Tensor) -> bool:
@@ -111,12 +116,15 @@ def _tile(rows: int, depth: int, parts: int = PARTS) -> dict[str, int]:
 def linear(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, columns: int | None = None, parts: int = PARTS
 ) -> None:
-    """As plugins/few_rows/reference.py; x and out are contiguous in their last axes, w in one of its two."""
+    """As plugins/few_rows/reference.py; x and out are contiguous in their last axes, w in one of its two.
+
+    columns and parts: other ones than cut_of chooses.
+    """
     rows, depth = x.shape
     if rows == 0:
         return
     if columns is None:
-        columns = columns_of(rows, depth, len(w)) if w.stride(1) == 1 else 0
+        columns, parts = cut_of(rows, depth, len(w)) if w.stride(1) == 1 else (0, parts)
     if columns == 0 or not _fits(x):
         torch.mm(x, w.t(), out=out)
         return
@@ -130,7 +138,8 @@ def gated(x: torch.Tensor, gate_up: torch.Tensor, *, columns: int | None = None)
     """As plugins/few_rows/reference.py; gate_up is contiguous, x in its last axis."""
     rows, depth = x.shape
     inner = gate_up.shape[1]
-    columns = columns_of(rows, depth, inner) // 2 if columns is None else columns
+    if columns is None:
+        columns = cut_of(rows, depth, inner)[0] // 2 if depth >= 1024 else 0
     if columns == 0 or not _fits(x) or rows == 0:
         return silu_mul(torch.mm(x, gate_up.flatten(0, 1).t()))
     out = x.new_empty((rows, inner))

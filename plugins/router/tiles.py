@@ -56,23 +56,25 @@ class Form:
 
 MANY = 1 << 60
 # Few rows: many programs, each of which loads its part of the router before the rows are there. More rows: tiles that
-# read the router less often (every block of rows reads it, from the L2). The tables are reckoned, not measured;
-# perf/kernels_router.py times them beside others.
+# read the router less often (every block of rows reads it, from the L2). Measured on an H200, for 64 experts
+# (D 2,048) and 256 (7,168): perf/kernels_router.py.
 NARROW = (
-    Form(32, Tiles(rows=16, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=256),
-    Form(128, Tiles(rows=16, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128),
+    Form(128, Tiles(rows=16, columns=32, block_k=128, warps=4, stages=4, choose_rows=1), programs=256),
     Form(256, Tiles(rows=32, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128),
     Form(512, Tiles(rows=64, columns=128, block_k=128, warps=4, stages=4, choose_rows=1), programs=128),
-    Form(4096, Tiles(rows=64, columns=128, block_k=128, warps=4, stages=4), programs=128),
+    Form(2048, Tiles(rows=64, columns=128, block_k=128, warps=4, stages=4), programs=128),
+    Form(4096, Tiles(rows=64, columns=128, block_k=128, warps=4, stages=4, choose_rows=4), programs=128),
     Form(8192, Tiles(rows=64, columns=128, block_k=128, warps=4, stages=4, fused=True)),
     Form(MANY, Tiles(rows=128, columns=128, block_k=128, warps=8, stages=4, fused=True)),
 )
 """Up to 128 columns."""
 WIDE = (
     Form(32, Tiles(rows=16, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=256, depth=256),
-    Form(128, Tiles(rows=32, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=256),
-    Form(512, Tiles(rows=64, columns=128, block_k=64, warps=4, stages=5, choose_rows=1), programs=128, depth=256),
-    Form(MANY, Tiles(rows=128, columns=128, block_k=64, warps=8, stages=4), programs=128, depth=512),
+    Form(64, Tiles(rows=32, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=256, depth=256),
+    Form(128, Tiles(rows=64, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=512),
+    Form(512, Tiles(rows=64, columns=64, block_k=128, warps=4, stages=4, choose_rows=1), programs=128, depth=1024),
+    Form(8192, Tiles(rows=128, columns=128, block_k=64, warps=8, stages=4, choose_rows=1), programs=128, depth=512),
+    Form(MANY, Tiles(rows=128, columns=256, block_k=64, warps=8, stages=3, choose_rows=1)),
 )
 """More."""
 

@@ -103,6 +103,6 @@ def kernels(target: Target) -> list[Kernel]:
         _kernel(merge_up_kernel, merged, overlap, 8),
         _kernel(linear_kernel, {**few, "DEPTH": HIDDEN, "BLOCK_N": 16, "depth_stride": 1}, overlap, PARTS),
         _kernel(linear_kernel, {**few, "DEPTH": HEADS * VALUE, "BLOCK_N": 16, "column_stride": 1}, overlap, PARTS),
-        *(_wide(_kernel(parts_kernel, {**parted, "BLOCK_T": rows}, overlap, 8)) for rows in (16, 64)),
+        _wide(_kernel(parts_kernel, {**parted, "BLOCK_T": 16}, overlap, 8)),
         _kernel(gated_kernel, {**few, "DEPTH": HIDDEN, "BLOCK_N": 8}, overlap, PARTS),
     ]

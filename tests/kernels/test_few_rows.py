@@ -8,7 +8,7 @@ import torch
 from splash_plugins.few_rows import reference
 from splash_plugins.few_rows.kernel import MOST_ROWS, gated, linear
 from splash_plugins.few_rows.parts_kernel import MOST_ROWS as MOST_PARTED
-from splash_plugins.few_rows.parts_kernel import linear_parts
+from splash_plugins.few_rows.parts_kernel import PART, linear_parts
 
 pytestmark = pytest.mark.kernels
 DTYPE = torch.float16
@@ -38,8 +38,8 @@ def test_gated(device: str, rows: int, depth: int, inner: int) -> None:
     torch.testing.assert_close(gated(x, gate_up, columns=8), reference.gated(x, gate_up), rtol=4e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 17, MOST_PARTED])
-@pytest.mark.parametrize("depth, columns", [(1280, 200), (600, 65)])
+@pytest.mark.parametrize("rows", [1, 5, MOST_PARTED])
+@pytest.mark.parametrize("depth, columns", [(1280, 200), (600, 130)])
 def test_linear_parts(device: str, rows: int, depth: int, columns: int) -> None:
     g = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, depth + 3, generator=g).to(device, DTYPE)[:, :depth]
@@ -47,14 +47,14 @@ def test_linear_parts(device: str, rows: int, depth: int, columns: int) -> None:
     left = linear_parts(x, w)
     assert left is not None and left.shape == (rows, columns) and left.y.dtype is torch.float32
     for part in range(left.y.shape[1]):
-        k = slice(512 * part, 512 * (part + 1))
+        k = slice(PART * part, PART * (part + 1))
         torch.testing.assert_close(left.y[:, part], x[:, k].float() @ w[:, k].t().float(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("what", ["rows", "no rows", "depth", "columns", "by rows", "float32"])
 def test_what_has_no_parts(device: str, what: str) -> None:
     rows = {"rows": MOST_PARTED + 1, "no rows": 0}.get(what, 3)
-    depth, columns = 512 if what == "depth" else 600, 64 if what == "columns" else 80
+    depth, columns = PART if what == "depth" else 600, 128 if what == "columns" else 200
     dtype = torch.float32 if what == "float32" else DTYPE
     w = torch.zeros((depth, columns), dtype=dtype, device=device).t()
     w = w.contiguous() if what == "by rows" else w
