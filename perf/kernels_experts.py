@@ -30,7 +30,7 @@ from splash_plugins.embed.kernel import embed
 from splash_plugins.grouped_experts import torch_kernel
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.kernel import grouped_experts
-from splash_plugins.grouped_experts.tiles import Plan, Tiles, fit
+from splash_plugins.grouped_experts.tiles import FEW_PAIRS, Plan, Tiles, fit
 from splash_plugins.silu_mul import reference as silu_reference
 from splash_plugins.silu_mul.kernel import silu_mul
 
@@ -41,13 +41,10 @@ BUDGET_S = 85  # no new sweep begins after this many seconds
 COMPILERS = 14
 
 
-FEW_GATE = ((16, 128, 2, 5), (16, 256, 2, 4), (16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 4), (32, 128, 2, 5),
-            (32, 256, 4, 3), (32, 256, 8, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 8, 4))  # fmt: skip
-FEW_DOWN = ((16, 128, 2, 5), (16, 256, 2, 4), (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 4), (32, 256, 2, 4),
-            (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 4), (128, 128, 4, 4))  # fmt: skip
-# For a token or a few, one by one, beside those above.
-TOKEN_GATE = ((8, 256, 2, 4), (8, 512, 4, 3), (8, 128, 2, 8))
-TOKEN_DOWN = ((16, 512, 4, 4), (8, 512, 2, 4), (8, 256, 2, 5))
+FEW_GATE = ((16, 128, 2, 5), (16, 256, 2, 4), (32, 128, 2, 5), (32, 128, 4, 3), (32, 128, 4, 5), (32, 256, 4, 2),
+            (32, 256, 4, 3), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 8, 3))  # fmt: skip
+FEW_DOWN = ((16, 128, 2, 5), (16, 256, 2, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4),
+            (64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 5))  # fmt: skip
 GATE = {
     16: ((32, 128, 4, 4, 2), (32, 256, 4, 3, 2), (64, 128, 4, 3, 2), (64, 64, 4, 5, 2), (64, 128, 8, 4, 1)),
     32: ((32, 128, 4, 4, 2), (64, 128, 4, 3, 2), (64, 64, 4, 4, 2), (64, 128, 8, 4, 1)),
@@ -63,9 +60,8 @@ DOWN = {
 
 
 def few_tiles(rows: Sequence[tuple[int, int, int, int]]) -> list[Tiles]:
-    """Every third also by descriptor."""
     plain = [Tiles(m=16, n=n, k=k, warps=warps, stages=stages) for n, k, warps, stages in rows]
-    return plain + [replace(t, tma=True) for t in plain[1::3]]
+    return [replace(t, tma=tma) for t in plain for tma in (False, True)]
 
 
 def many_tiles(m: int, rows: Sequence[tuple[int, int, int, int, int]]) -> list[Tiles]:
@@ -78,7 +74,6 @@ class Mode:
     """One way to do it, and the tiles to try: first those of the first product, then those of the second."""
 
     few: bool
-    token_down: bool
     gate_up: tuple[Tiles, ...]
     down: tuple[Tiles, ...]
 
@@ -95,18 +90,13 @@ def modes(shape: Shape, num_tokens: int) -> Iterator[Mode]:
         return tuple(gate), tuple(dict.fromkeys(fit(t, 1, shape.inner, shape.hidden, 2, device) for t in second))
 
     few = few_tiles(FEW_GATE), few_tiles(FEW_DOWN)
-    if num_tokens <= 4:
-        one = [[Tiles(m=16, n=n, k=k, warps=w, stages=s) for n, k, w, s in rows] for rows in (TOKEN_GATE, TOKEN_DOWN)]
-        yield Mode(True, True, *fitted(few[0] + one[0], few[1] + one[1]))
-    if pairs <= 256:
-        yield Mode(
-            True, False, *fitted(*few) if pairs <= 128 else fitted(few[0][4:8] + few[0][12:], few[1][3:7] + few[1][11:])
-        )
+    if pairs <= FEW_PAIRS:
+        yield Mode(True, *fitted(*few))
     per_expert = pairs / shape.local / 2
     for m in (16, 32, 64, 128):
         low, high = {16: (2, 24), 32: (8, 48), 64: (12, 160), 128: (32, 1 << 30)}[m]
         if low <= per_expert <= high:
-            yield Mode(False, False, *fitted(many_tiles(m, GATE[m]), many_tiles(m, DOWN[m])))
+            yield Mode(False, *fitted(many_tiles(m, GATE[m]), many_tiles(m, DOWN[m])))
 
 
 def check_experts(checks: Checks) -> None:
@@ -179,7 +169,7 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
         if time.perf_counter() > deadline:
             results.append("(out of time)")
             break
-        plan = Plan(few=mode.few, token_down=mode.token_down, gate_up=mode.gate_up[0], down=mode.down[0])
+        plan = Plan(few=mode.few, gate_up=mode.gate_up[0], down=mode.down[0])
         plan = min((replace(plan, gate_up=t) for t in mode.gate_up), key=planned)
         timed = [(planned(p), p) for p in (replace(plan, down=t) for t in mode.down)]
         us, plan = min(timed, key=lambda pair: pair[0])
@@ -187,7 +177,7 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
             for group in (2, 32):
                 other = replace(plan, gate_up=replace(plan.gate_up, group=group), down=replace(plan.down, group=group))
                 us, plan = min((us, plan), (planned(other), other), key=lambda pair: pair[0])
-        name = "by token" if mode.token_down else "few" if mode.few else "sorted"
+        name = "few" if mode.few else "sorted"
         text = f"{name} {tile_name(plan.gate_up)} | {tile_name(plan.down)}"
         results.append(f"{us:8.1f} us  {text}")
         best = min(best, (us, text))
@@ -234,7 +224,6 @@ def jobs() -> list[Job]:
                 for gate_up, down in pairs:
                     plan = Plan(
                         few=mode.few,
-                        token_down=mode.token_down,
                         gate_up=gate_up or mode.gate_up[-1],
                         down=down or mode.down[-1],
                     )

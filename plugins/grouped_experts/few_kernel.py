@@ -14,8 +14,6 @@ from splash_plugins.overlap_kernel import wait_for_inputs
 
 # One kernel for all their values, 1 and multiples of 16 too.
 VARYING = ["num_pairs", "first_expert", "num_experts"]
-LINE_BYTES = tl.constexpr(128)
-FETCHED = tl.constexpr(256)  # lines at a time
 
 
 @triton.jit
@@ -46,32 +44,14 @@ def _pairs_at(ordinal, row, PAIRS: tl.constexpr):
     return tl.sum(tl.where(found, tl.arange(0, PAIRS)[None, :], 0), 1)
 
 
-@triton.jit
-def _fetch_share(w, expert, part, parts, SIZE: tl.constexpr):
-    """Has the L2 fetch one of the parts of the expert's SIZE numbers of w, all parts of one size."""
-    line: tl.constexpr = LINE_BYTES * 8 // w.dtype.element_ty.primitive_bitwidth
-    lines: tl.constexpr = (SIZE + line - 1) // line
-    share = tl.cdiv(lines, parts)
-    for begin in range(part * share, (part + 1) * share, FETCHED):
-        at = tl.minimum((begin + tl.arange(0, FETCHED)) * line, SIZE - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [w + expert * SIZE + at],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=VARYING)
 def few_gate_up_kernel(
     x, x_stride, gate_up, hidden, choice, num_pairs, first_expert, num_experts,
     DEPTH: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, next_weights=None, NEXT_SIZE: tl.constexpr = 0, OVERLAP: tl.constexpr = False,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """hidden [P, I] from x [T, D]; program (tile of columns, candidate).
-
-    next_weights [E_r, NEXT_SIZE]: what the next kernel reads of these experts. The L2 fetches it while programs end and
-    others have still to begin; None: it does not.
-    """
+    """hidden [P, I] from x [T, D]; program (tile of columns, candidate)."""
     wait_for_inputs(OVERLAP)
     expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
     n = tl.program_id(0)
@@ -86,9 +66,6 @@ def few_gate_up_kernel(
         )
         store_rows(hidden, pair.to(tl.int64), keep, n, value, INNER, BLOCK_N)
         first += BLOCK_M
-    if next_weights is not None:
-        if count > 0:
-            _fetch_share(next_weights, expert, n, tl.num_programs(0), NEXT_SIZE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -120,7 +97,7 @@ def token_down_kernel(
 ):  # fmt: skip
     """out[t] = addend[t] + sum of weight * (hidden[pair] down); program (tile of columns, token).
 
-    Saves a launch, and reads an expert again for each of its tokens: for one or two tokens.
+    Saves a launch, and reads an expert again for each of its tokens: for TensorRT's plugin, whose launch is one.
     """
     wait_for_inputs(OVERLAP)
     token = tl.program_id(1).to(tl.int64)

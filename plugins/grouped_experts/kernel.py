@@ -14,11 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from splash_plugins.grouped_experts import hopper_kernel
 from splash_plugins.grouped_experts.device import limits
-from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
+from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel
 from splash_plugins.grouped_experts.pairs import PairSum
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks, sort_pairs
-from splash_plugins.grouped_experts.tiles import FETCH_TOKENS, MAX_PAIRS, Plan, Tiles, choose, measured_pairs
+from splash_plugins.grouped_experts.tiles import MAX_PAIRS, Plan, Tiles, choose, measured_pairs
 from splash_plugins.overlap_kernel import overlap
 
 COMBINE_BLOCK = 1024
@@ -112,24 +112,14 @@ def _few(
     found = {"PAIRS": max(16, triton.next_power_of_2(num_pairs)), "BY_PAIR": by_pair}
     where = (choice, num_pairs, first_expert, num_experts)
     hidden = x.new_empty((num_pairs, inner))
-    fetch = len(x) <= FETCH_TOKENS and overlap(x)["OVERLAP"]
     few_gate_up_kernel[(triton.cdiv(inner, plan.gate_up.n), candidates)](
         x, x.stride(0), _weights(gate_up, plan.gate_up), hidden, *where,
         DEPTH=width, INNER=inner, TOP_K=top_k, **found, **_blocks(plan.gate_up, x.dtype),
-        next_weights=down if fetch else None, NEXT_SIZE=width * inner if fetch else 0,
         **overlap(x, after_join=_joined(addend, ready)),
     )  # fmt: skip
     columns = triton.cdiv(width, plan.down.n)
     w = _weights(down, plan.down)
     sizes = {"INNER": inner, "WIDTH": width, **_blocks(plan.down, x.dtype)}
-    if plan.token_down:
-        if ready is not None:
-            ready()
-        token_down_kernel[(columns, len(x))](
-            hidden, w, choice, weight, addend, _row_stride(addend), out, out.stride(0), first_expert, num_experts,
-            TOP_K=top_k, **sizes, **overlap(x, after_join=ready is not None),
-        )  # fmt: skip
-        return None
     y = x.new_empty((num_pairs, width))
     few_down_kernel[(columns, candidates)](hidden, w, y, *where, **found, **sizes, **overlap(x))
     if not defer:

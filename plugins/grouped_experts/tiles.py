@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-FEW_PAIRS = 256
+FEW_PAIRS = 512
 """Up to so many (token, choice) pairs, programs find their rows themselves, which saves the launch that sorts."""
-TOKEN_DOWN = 4
-"""Up to so many tokens, the second product sums a token's experts itself, which saves the launch that combines."""
-FETCH_TOKENS = 2
-"""Up to so many tokens, all that the second product reads fits into the L2: the first one has it fetched there."""
 MAX_PAIRS = 65536
 """More pairs than this are done in parts, so that temporaries stay below 2 * 65,536 rows of max(D, I)."""
 RESERVED_BYTES = 2048
@@ -41,7 +37,6 @@ class Plan:
     """How one call is done. Both products have the same m where pairs are sorted."""
 
     few: bool
-    token_down: bool
     gate_up: Tiles
     down: Tiles
 
@@ -55,16 +50,17 @@ class Device:
     tma: bool
 
 
-# Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. Measured with whole
-# experts on two ranks, where half of the pairs are here: see measured_pairs.
+# Pairs per expert here (T * k / E_r, at most) -> tiles of the first and of the second product. Measured on two
+# ranks: with whole experts, where half of the pairs are here, and the first four with experts cut inside, as
+# measured_pairs has it.
 TABLE = (
-    (0.25, Tiles(m=16, n=16, k=128, warps=2, stages=5), Tiles(m=16, n=16, k=128, warps=2, stages=5)),
-    (1, Tiles(m=16, n=32, k=128, warps=4, stages=4), Tiles(m=16, n=16, k=128, warps=2, stages=5)),
-    (12, Tiles(m=16, n=32, k=256, warps=4, stages=3), Tiles(m=16, n=64, k=128, warps=4, stages=4)),
+    (0.25, Tiles(m=16, n=32, k=128, warps=4, stages=5), Tiles(m=16, n=64, k=128, warps=4, stages=4)),
+    (1, Tiles(m=16, n=32, k=128, warps=4, stages=3, tma=True), Tiles(m=16, n=64, k=128, warps=4, stages=3, tma=True)),
+    (4, Tiles(m=16, n=32, k=128, warps=4, stages=3, tma=True), Tiles(m=16, n=128, k=128, warps=4, stages=3, tma=True)),
     (
         24,
-        Tiles(m=16, n=64, k=128, warps=4, stages=3, per_processor=2),
-        Tiles(m=16, n=128, k=128, warps=4, stages=3, per_processor=2),
+        Tiles(m=16, n=64, k=128, warps=4, stages=3, per_processor=2, tma=True),
+        Tiles(m=16, n=128, k=128, warps=4, stages=3, per_processor=2, tma=True),
     ),
     (
         48,
@@ -115,7 +111,7 @@ def choose(
     gate_up = fit(gate_up, 2, hidden, inner, itemsize, device)
     down = fit(down, 1, inner, hidden, itemsize, device)
     few = pairs <= FEW_PAIRS
-    return Plan(few=few, token_down=num_tokens <= TOKEN_DOWN, gate_up=gate_up, down=down)
+    return Plan(few=few, gate_up=gate_up, down=down)
 
 
 def _power_of_2(n: int) -> int:

@@ -17,17 +17,23 @@ class Beside:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """A stream for what is urgent (True), whose programs start before those of others that wait for room, and one
+        for what is not."""
+        cuda = device.type == "cuda"
+        self._streams = {u: torch.cuda.Stream(device, priority=-int(u)) for u in (False, True)} if cuda else {}
+        self._used = False
 
     @contextmanager
-    def run(self) -> Iterator[None]:
-        if self._stream is None:
+    def run(self, urgent: bool = False) -> Iterator[None]:
+        self._used = urgent
+        if not self._streams:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[urgent]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._streams:
+            torch.cuda.current_stream().wait_stream(self._streams[self._used])

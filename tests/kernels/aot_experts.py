@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from splash_plugins.embed.kernel import embed_kernel
-from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel, token_down_kernel
+from splash_plugins.grouped_experts.few_kernel import few_down_kernel, few_gate_up_kernel
 from splash_plugins.grouped_experts.gather_kernel import gather_kernel
 from splash_plugins.grouped_experts.product_kernel import combine_kernel, down_kernel, gate_up_kernel
 from splash_plugins.grouped_experts.sort_kernel import count_kernel, place_kernel
@@ -19,7 +19,7 @@ from tests.kernels.aot import Kernel, Target, overlaps
 HIDDEN, INNER, TOP_K, EXPERTS, LOCAL, TOKENS = 2048, 1536, 4, 64, 32, 16
 INT32 = ("choice", "counts", "pairs", "ends", "blocks", "num_blocks", "num_tokens", "place", "ids", "slot")
 FLOAT32 = ("weight", "bias", "partial")
-BFLOAT16 = ("x", "router", "gate_up", "down", "hidden", "out", "y", "addend", "table", "rows", "next_weights")
+BFLOAT16 = ("x", "router", "gate_up", "down", "hidden", "out", "y", "addend", "table", "rows")
 OTHER = {"last_sampled": "*i64", "scale": "fp32"}
 
 
@@ -49,8 +49,6 @@ def _experts(target: Target) -> list[Kernel]:
     found = {"PAIRS": TOKENS * TOP_K, "BY_PAIR": False}
     first = {"DEPTH": HIDDEN, "INNER": INNER, "TOP_K": TOP_K}
     by_pair = {"PAIRS": 16, "BY_PAIR": True}
-    # AMD has no such fetch, and its launcher asks for none.
-    by_cuda = [target] if target.is_nvidia else []
     second = {"INNER": INNER, "WIDTH": HIDDEN}
 
     def pair(row: int) -> tuple[Tiles, Tiles]:
@@ -60,10 +58,9 @@ def _experts(target: Target) -> list[Kernel]:
     few, some, many = pair(0), pair(2), pair(-1)
     by_tma = fit(replace(TABLE[-1][1], tma=True), 2, HIDDEN, INNER, 2, device)
     return [
-        _product(target, few_gate_up_kernel, few[0], **first, **found, next_weights=None, NEXT_SIZE=0),
-        *(_product(target, few_gate_up_kernel, few[0], **first, **by_pair, NEXT_SIZE=HIDDEN * INNER) for _ in by_cuda),
-        _product(target, few_down_kernel, few[1], **second, **found),
-        _product(target, token_down_kernel, few[1], **second, TOP_K=TOP_K),
+        *(_product(target, few_gate_up_kernel, tiles[0], **first, **found) for tiles in (few, some)),
+        _product(target, few_gate_up_kernel, few[0], **first, **by_pair),
+        *(_product(target, few_down_kernel, tiles[1], **second, **found) for tiles in (few, some)),
         _product(target, gate_up_kernel, some[0], **first),
         _product(target, gate_up_kernel, many[0], **first),
         _product(target, gate_up_kernel, by_tma, **first),

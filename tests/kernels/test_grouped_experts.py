@@ -18,13 +18,11 @@ SMALL = Tiles(m=16, n=16, k=16, warps=4, stages=2, group=2)
 BY_TMA = replace(SMALL, tma=True)
 PLANS = {
     "measured": None,
-    "few": Plan(few=True, token_down=False, gate_up=SMALL, down=SMALL),
-    "many": Plan(few=False, token_down=False, gate_up=SMALL, down=SMALL),
-    "many, by descriptor": Plan(few=False, token_down=False, gate_up=BY_TMA, down=BY_TMA),
+    "few": Plan(few=True, gate_up=SMALL, down=SMALL),
+    "few, by descriptor": Plan(few=True, gate_up=BY_TMA, down=BY_TMA),
+    "many": Plan(few=False, gate_up=SMALL, down=SMALL),
+    "many, by descriptor": Plan(few=False, gate_up=BY_TMA, down=BY_TMA),
 }
-
-
-BY_TOKEN = Plan(few=True, token_down=True, gate_up=SMALL, down=SMALL)
 
 
 def case(
@@ -72,16 +70,6 @@ def test_no_expert_here_leaves_the_addend(device: str, plan: str) -> None:
     assert torch.equal(check(c, 8, None, PLANS[plan]), torch.zeros_like(addend))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize("top_k", [1, 3, 4])
-def test_products_that_sum_a_tokens_experts(device: str, num_tokens: int, top_k: int) -> None:
-    c = case(device, num_tokens, top_k, 6, 3, hidden=35, inner=17)
-    want = check(c, 2, torch.ones_like(c["x"]), PLANS["few"])
-    assert torch.equal(check(c, 2, torch.ones_like(c["x"]), BY_TOKEN), want)
-    c["choice"].fill_(-1)
-    assert torch.equal(check(c, 2, None, BY_TOKEN), torch.zeros_like(want))
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_expert_gets_everything(device: str, plan: str) -> None:
     c = case(device, 37, 1, 8, 8)
@@ -124,7 +112,7 @@ def test_weights_with_gate_and_up_apart(device: str) -> None:
     assert torch.equal(check(c, 0, None, None), want)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "by token"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_the_addend_is_read_once_it_is_ready(device: str, plan: str) -> None:
     c = case(device, 3, 2, 8, 4)
     addend, want, got = torch.full_like(c["x"], torch.nan), torch.empty_like(c["x"]), torch.empty_like(c["x"])
@@ -134,7 +122,7 @@ def test_the_addend_is_read_once_it_is_ready(device: str, plan: str) -> None:
         calls.append(1)
         addend.fill_(2)
 
-    grouped_experts(**c, first_expert=2, addend=addend, out=got, plan=PLANS.get(plan, BY_TOKEN), ready=ready)
+    grouped_experts(**c, first_expert=2, addend=addend, out=got, plan=PLANS[plan], ready=ready)
     assert len(calls) == 1
     reference.sum_of_experts(**c, first_expert=2, addend=addend, out=want)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -142,11 +130,11 @@ def test_the_addend_is_read_once_it_is_ready(device: str, plan: str) -> None:
     assert len(calls) == 2 and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "by token"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_sum_is_left_where_a_kernel_would_do_no_more(device: str, plan: str) -> None:
     c = case(device, 5, 3, 8, 3)
     c["choice"][3] = -1
-    chosen, addend = PLANS.get(plan, BY_TOKEN), torch.full_like(c["x"], torch.nan)
+    chosen, addend = PLANS[plan], torch.full_like(c["x"], torch.nan)
     want, got = torch.empty_like(c["x"]), torch.full_like(c["x"], torch.nan)
     grouped_experts(**c, first_expert=2, addend=torch.full_like(addend, 2), out=want, plan=chosen)
     calls = []
@@ -157,7 +145,7 @@ def test_a_sum_is_left_where_a_kernel_would_do_no_more(device: str, plan: str) -
 
     left = grouped_experts(**c, first_expert=2, addend=addend, out=got, plan=chosen, ready=ready, defer=True)
     assert len(calls) == 1
-    assert (left is not None) == (plan in ("measured", "few"))
+    assert (left is not None) == (plan in ("measured", "few", "few, by descriptor"))
     if left is not None:
         assert left.joined and left.shape == (5, 24) and got.isnan().all()
         combine(left.y, left.choice, left.weight, left.first_expert, left.num_experts, left.addend, got)
