@@ -36,6 +36,7 @@ STATES = ("preparing", "migrating", "armed", "retiring")
 KINDS = ("weights", "pages", "new_rows")
 SEED = 1
 WARMUP = 4  # steps after a switch that count for nothing
+FIRST_AROUND = 8  # steps before each switch of the tour that is thrown away, at most
 SWITCH_STEPS = 100  # of one switch, that there is cache for
 
 
@@ -127,6 +128,20 @@ def growth_s(layout: str, watched: list[Watched]) -> float:
     return float(np.polyfit([w.at for w in mine], [w.step_s for w in mine], 1)[0]) if len(mine) > 1 else 0.0
 
 
+def add_slowdowns(rows: list[Row], watched: list[Watched]) -> list[float]:
+    """What the device's clock says, into the rows: medians of each switch, and 99th percentiles of all switches of a
+    pair, since one has few steps. Returns the slowdown of every step with copies."""
+    slower = [seen.slowdowns(growth_s(seen.layout, watched)) for seen in watched]
+    for row, mine in zip(rows, slower, strict=True):
+        alike = [i for i, other in enumerate(rows) if other["pair"] == row["pair"]]
+        copying = [slowdown for i in alike for slowdown in slower[i]]
+        without = float(np.percentile([variation for i in alike for variation in watched[i].variations], 99))
+        row["device_slowdown"] = median(mine) if mine else None
+        row["device_variation_p99"] = without
+        row["device_slowdown_p99"] = (1 + float(np.percentile(copying, 99))) / (1 + without) - 1 if copying else None
+    return [slowdown for mine in slower for slowdown in mine]
+
+
 class Served:
     """A model on all ranks. Rank 0's `orchestrator` drives it; others follow inside the constructor."""
 
@@ -183,11 +198,9 @@ def measure(world: World, settings: Settings) -> Findings:
             served.orchestrator.scheduler.switcher.begin_with(budget)
             found, watched = _tours(served, settings, context, budget)
             rows += found
-            for row, seen in zip(found, watched, strict=True):
-                slower = seen.slowdowns(growth_s(seen.layout, watched))
-                row["device_slowdown"] = median(slower) if slower else None
-                slowdowns += slower
-                variations += seen.variations
+            slower = add_slowdowns(found, watched)
+            slowdowns += slower
+            variations += [variation for seen in watched for variation in seen.variations]
         served.release()
     return Findings(rows=rows, slowdowns=slowdowns, variations=variations, switched=runs[0], plain=runs[1])
 
@@ -234,10 +247,12 @@ def _tours(served: Served, settings: Settings, context: int, budget: int) -> tup
     watched: list[Watched] = []
     for tour in range(settings.rounds):
         for source, target in itertools.pairwise(TOUR):
-            found, seen = _switch(served, source, target, settings.around)
+            around = settings.around if tour else min(settings.around, FIRST_AROUND)
+            found, seen = _switch(served, source, target, around)
             pair = f"{source.name.lower()}-{target.name.lower()}"
             _say(f"  {pair}: {found['device_step_ms']:.2f} ms, {found['migrating_steps']} steps, "
-                 f"{found['rate_gb_s'] or 0:.2f} GB/s, stall {found['stall_ms']} ms")  # fmt: skip
+                 f"{found['rate_gb_s'] or 0:.2f} GB/s, stall {found['stall_ms']} ms, "
+                 f"budget then {found['budget_mib']:.1f} MiB")  # fmt: skip
             if tour:
                 cell = {"ranks": settings.ranks, "budget_kib": budget // 1024, "context": context}
                 rows.append({**cell, "pair": pair, **found})
@@ -269,7 +284,8 @@ def _switch(served: Served, source: Layout, target: Layout, around: int) -> tupl
     base = float(np.median(seconds))
     varied = (seconds / base - 1).tolist()
     seen = Watched(layout=source.name, at=float(at.mean()), step_s=base, variations=varied, copying=copying)
-    return _row(record, plain, during) | {"device_step_ms": 1e3 * base, "rate_gb_s": _rate(served, steps)}, seen
+    row = _row(record, plain, during) | {"device_step_ms": 1e3 * base, "rate_gb_s": _rate(served, steps)}
+    return row | {"budget_mib": switcher.usual_bytes / 2**20}, seen
 
 
 def _rate(served: Served, steps: Steps) -> float | None:

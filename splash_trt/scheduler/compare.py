@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, PlacementKind
-from splash_trt.migration.budget import MAX_BUDGET_BYTES, scaled
+from splash_trt.migration.budget import scaled
 from splash_trt.migration.diff import Sizes
 from splash_trt.scheduler import transition
 from splash_trt.scheduler.admission import RESERVE_SHARE
@@ -296,7 +296,7 @@ def _with_past(candidate: Candidate, phases: list[Phase], again_s: float) -> Can
 
 
 def _steps_for(num_bytes: float, load: Load, step_s: float) -> int:
-    return transition.steps_for(num_bytes, scaled(load.budget_bytes, step_s), scaled(MAX_BUDGET_BYTES, step_s))
+    return transition.steps_for(num_bytes, scaled(load.budget_bytes, step_s))
 
 
 def _within(stay: Candidate, horizon_s: float) -> int:

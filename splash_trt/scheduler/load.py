@@ -38,7 +38,7 @@ class Load:
     used_pages: np.ndarray
     """[N] pages that ranks hold, those that are leaving not counted, and those kept for requests that run."""
     budget_bytes: int
-    """What a rank may send or receive for a switch in one step, to begin with."""
+    """What a rank may send or receive for a switch in a step of 10 ms or less."""
 
     @property
     def running(self) -> int:

@@ -186,7 +186,7 @@ class Scheduler:
             waiting_left=self.outlook.lengths.mean(waiting),
             arriving=self.outlook.arrivals.rates(now),
             used_pages=self.directory.live_pages() + reserve(self._ledger.running_at),
-            budget_bytes=self._config.migration_bytes,
+            budget_bytes=self.switcher.usual_bytes,
         )
 
     def owners(self, homes: dict[int, int]) -> dict[str, int]:

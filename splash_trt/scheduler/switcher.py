@@ -64,9 +64,14 @@ class Switcher:
 
     def begin_with(self, num_bytes: int) -> None:
         """The budget of each switch that begins from now on, in place of EngineConfig.migration_bytes."""
-        self._budget.start_bytes = num_bytes
+        self._budget.begin_with(num_bytes)
 
     # What others ask
+
+    @property
+    def usual_bytes(self) -> int:
+        """What each rank may send, and may receive, in a step of 10 ms or less, by what is known now of the cost."""
+        return self._budget.bytes_per_step
 
     @property
     def state(self) -> State:
@@ -181,14 +186,21 @@ class Switcher:
         True: a copy of new rows failed in a plan that was on its way when the switch was committed, so the new layout
         lacks them: the requests with armed rows in this plan have to be computed again.
         """
-        ratio = self._meter.step(plan, result, plan.copies)
-        if ratio is not None:
-            self._budget.observe(ratio)
+        found = self._meter.step(plan, result, self._background_bytes(plan))
+        if found is not None:
+            self._budget.observe(found)
         failed = [(rank, status.error) for rank, status in enumerate(result.statuses) if status.error]
         if failed and self.state in ABORTABLE and plan.attempt == self._attempt:
             why = f"rank {failed[0][0]} could not copy: {failed[0][1]}"
             self.abort(Abort.COPY_FAILED, why, sent=sent, now=now)
         return bool(failed) and self.state is State.RETIRING and plan.attempt == self._attempt
+
+    def _background_bytes(self, plan: Plan) -> int:
+        """What the busiest rank sent, received or copied within it; 0 for a plan that copies no more than new rows."""
+        if not len(plan.moves) and not len(plan.weights):
+            return 0
+        moved = plan.copied_bytes(self._config.num_ranks, self._sizes.row_bytes, self._sizes.itemsize)
+        return int(np.max(moved))
 
     # Before each plan
 
@@ -229,7 +241,6 @@ class Switcher:
         )
         self.records.append(self._record)
         self._meter.begin()
-        self._budget.begin()
         self._machine.to(State.PREPARING, sent, now, self._record)
         if there.residency is Residency.FULL:
             self._ledger.directory.set_limits(self._sizes.pages[Residency.FULL])
@@ -295,7 +306,7 @@ class Switcher:
     def _migrate(self, step: int, sent: int, now: float) -> None:
         """As much as the budget allows."""
         assert self._record is not None
-        if self._meter.wants_plain():
+        if self._meter.wants_still():
             return
         if self._movement.fill(self.budget_bytes, self._record):
             self._last_work = step

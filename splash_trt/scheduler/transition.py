@@ -5,13 +5,15 @@ The same rules as migration/diff.py, over sums instead of pages: tests hold the 
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
-from splash_trt.migration.budget import GROWTH, STEPS_BETWEEN
 from splash_trt.migration.diff import Sizes
+from splash_trt.scheduler.meter import FIRST_STILL, STILL_EVERY
 
 FEW_STEPS = 4  # to be told of, to be acknowledged, to be committed
 
@@ -103,14 +105,7 @@ def needs_way_station(source: Layout, target: Layout, used_pages: np.ndarray, si
     return bool((used_pages > np.array(sizes.pages[Residency.FULL])).any())
 
 
-def steps_for(num_bytes: float, budget_bytes: int, ceiling_bytes: int) -> int:
-    """Steps in which the busiest rank sends or receives num_bytes, under a budget that grows as budget.py lets it."""
-    steps, left, budget = 0, num_bytes, float(max(budget_bytes, 1))
-    while left > 0:
-        if budget >= ceiling_bytes:
-            return steps + int(-(-left // ceiling_bytes))
-        run = min(STEPS_BETWEEN, int(-(-left // budget)))
-        steps += run
-        left -= run * budget
-        budget = min(budget * GROWTH, float(ceiling_bytes))
-    return steps
+def steps_for(num_bytes: float, budget_bytes: int) -> int:
+    """Steps in which the busiest rank sends or receives num_bytes, with the still ones among them (see meter.py)."""
+    moving = math.ceil(num_bytes / max(budget_bytes, 1))
+    return moving + (moving + STILL_EVERY - FIRST_STILL - 1) // (STILL_EVERY - 1)

@@ -22,6 +22,7 @@ from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS
 from splash_trt.layout.switch import State
 from splash_trt.plan import encode
+from splash_trt.scheduler.meter import STILL_EVERY
 from tests.oracles.checked_scheduler import CheckedScheduler, request
 from tests.oracles.simulated_ranks import expected_tokens
 
@@ -105,8 +106,8 @@ class Node:
                 assert self.c.outputs.tokens[name] == tokens
 
     def key(self) -> Hashable:
-        """Everything that the future depends on. Two parts of the scheduler are left out: the meter decides nothing,
-        and the budget does not change in runs as short as these."""
+        """Everything that the future depends on. What the meter and the budget have measured is left out: the budget
+        does not change in runs as short as these."""
         return self.left, scheduler_key(self.c), ranks_key(self.c)
 
 
@@ -140,6 +141,7 @@ def scheduler_key(c: CheckedScheduler) -> Hashable:
         tuple((max(left.step, done) - sent, left.ranks.tobytes(), left.pages.tobytes()) for left in directory._leaving),
         tuple((pool.limit, pool._states.tobytes().rstrip(bytes([GONE]))) for pool in directory.pools),
         (sent - done, switcher.layout, switcher.state, str(switcher._goal), str(switcher._route)),
+        switcher._meter._asked % STILL_EVERY if switcher.busy else 0,
         (switcher._retargeted, max(switcher._last_work, done) - sent, max(switcher._drain, done) - sent),
         switcher.record is not None and bool(switcher.record.bytes_between_ranks["weights"]),
         tuple(tuple(array[live].tolist()) for array in (movement._armed, movement._backlog, movement._moved)),

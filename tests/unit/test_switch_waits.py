@@ -99,6 +99,27 @@ def test_the_backlog_moves_at_the_pace_of_the_budget(before: Layout, after: Layo
     assert sum(c.switcher.records[0].steps_in.values()) <= moving + 6
 
 
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_steps_that_copy_no_more_than_new_rows_are_still_ones(
+    before: Layout, after: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a switch out of a layout that spreads tokens would have none to hold the others against."""
+    c, _ = running(before, 2 * ROW)
+    told: list[tuple[Plan, int]] = []
+    meter = c.switcher._meter
+    step = meter.step
+    monkeypatch.setattr(meter, "step", lambda plan, result, n: (told.append((plan, n)), step(plan, result, n))[1])
+    c.scheduler.switch(after, "test")
+    c.settle()
+    during = [(plan, num_bytes) for plan, num_bytes in told if plan.attempt]
+    assert during and all((num_bytes > 0) == bool(len(p.moves) or len(p.weights)) for p, num_bytes in during)
+    moving = [num_bytes > 0 for _, num_bytes in during]
+    if sum(moving) > 10:
+        gaps = np.diff(np.flatnonzero(moving))
+        assert set(gaps.tolist()) <= {1, 2} and (gaps == 2).sum() == (sum(moving) + 3) // 7
+        assert any(len(p.late_moves) for p, n in during if not n) or before not in (Layout.DP, Layout.CP)
+
+
 def test_an_idle_server_switches_without_a_request() -> None:
     c = CheckedScheduler((9, 9), full_pages=(5, 5), layouts=tuple(Layout), migration_bytes=100)
     for layout in (Layout.DP, Layout.TP, Layout.CP, Layout.DOP, Layout.DP):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from splash_trt.cache.placement import Placement
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, PlacementKind, Residency
-from splash_trt.migration.budget import STEPS_BETWEEN, Budget
 from splash_trt.migration.diff import Sizes, page_moves, weight_moves
 from splash_trt.migration.targets import follow
 from splash_trt.scheduler import transition
+from splash_trt.scheduler.meter import Meter
 
 PAGE = 4
 PAIRS = list(itertools.permutations(Layout, 2))
@@ -93,12 +93,11 @@ def test_pages_leave_the_top_only_for_heads() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000_000), st.integers(100, 10_000), st.integers(10_000, 1_000_000))
-def test_steps_are_those_of_a_budget_that_may_grow(num_bytes: int, start: int, ceiling: int) -> None:
-    budget, left, steps = Budget(start, 1, ceiling, 0.05), float(num_bytes), 0
+@given(st.integers(0, 100_000), st.integers(100, 10_000))
+def test_steps_are_those_of_a_budget_and_the_still_ones_among_them(num_bytes: int, budget: int) -> None:
+    meter, left, steps = Meter(), num_bytes, 0
+    meter.begin()
     while left > 0:
-        left -= budget.bytes_per_step
-        budget.observe(1.0)
+        left -= 0 if meter.wants_still() else budget
         steps += 1
-    found = transition.steps_for(num_bytes, start, ceiling)
-    assert found <= steps <= found * 1.2 + STEPS_BETWEEN  # the budget itself is cut to whole bytes as it grows
+    assert transition.steps_for(num_bytes, budget) == steps
