@@ -50,9 +50,6 @@ PUSH_BYTES = 256 << 10
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
 
-TAKES_UNSUMMED = True
-"""What pushes rows sums a token's experts and a product's parts as well, which saves the launch that would."""
-
 
 def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
     """Whether the ranks of comm, each with its `device`, can use CudaPeers. Collective; the same answer on all."""
@@ -138,8 +135,8 @@ class CudaPeers:
         return self._mailbox.buffer(shape, dtype)
 
     def takes_unsummed(self, partial: torch.Tensor) -> bool:
-        # Their sums are in float32.
-        return TAKES_UNSUMMED and partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
+        # What pushes rows sums a token's experts and a product's parts as well, in float32: that saves a launch.
+        return partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
 
     def sum_rows(
         self,
