@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from splash_plugins.few_rows import reference
-from splash_plugins.few_rows.kernel import MOST_ROWS, gated, linear
+from splash_plugins.few_rows.kernel import MOST_ROWS, cut_of, gated, linear
 from splash_plugins.few_rows.parts_kernel import MOST_ROWS as MOST_PARTED
 from splash_plugins.few_rows.parts_kernel import PART, linear_parts
 
@@ -26,6 +26,18 @@ def test_linear(device: str, rows: int, depth: int, columns: int, transposed: bo
     got, want = (torch.full((rows, columns + 1), -77.0, device=device, dtype=DTYPE) for _ in range(2))
     reference.linear(x, w, want[:, :columns])
     linear(x, w, got[:, :columns], columns=8)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("depth, columns, cut", [(1024, 20, (16, 8)), (600, 1030, (32, 4)), (600, 20, (0, 8))])
+def test_linear_as_it_is_cut(device: str, depth: int, columns: int, cut: tuple[int, int]) -> None:
+    assert cut_of(3, depth, columns) == cut
+    g = torch.Generator().manual_seed(depth)
+    x = torch.randn(3, depth, generator=g).to(device, DTYPE)
+    w = (torch.randn(columns, depth, generator=g) / depth**0.5).to(device, DTYPE)
+    got, want = (torch.full((3, columns + 1), -77.0, device=device, dtype=DTYPE) for _ in range(2))
+    reference.linear(x, w, want[:, :columns])
+    linear(x, w, got[:, :columns])
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
 
