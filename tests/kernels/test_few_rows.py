@@ -7,8 +7,8 @@ import torch
 
 from splash_plugins.few_rows import reference
 from splash_plugins.few_rows.kernel import MOST_ROWS, cut_of, gated, linear
+from splash_plugins.few_rows.parts_kernel import MOST_PARTS, PART, linear_parts
 from splash_plugins.few_rows.parts_kernel import MOST_ROWS as MOST_PARTED
-from splash_plugins.few_rows.parts_kernel import PART, linear_parts
 
 pytestmark = pytest.mark.kernels
 DTYPE = torch.float16
@@ -63,10 +63,11 @@ def test_linear_parts(device: str, rows: int, depth: int, columns: int) -> None:
         torch.testing.assert_close(left.y[:, part], x[:, k].float() @ w[:, k].t().float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("what", ["rows", "no rows", "depth", "columns", "by rows", "float32"])
+@pytest.mark.parametrize("what", ["rows", "no rows", "one part", "parts", "columns", "by rows", "float32"])
 def test_what_has_no_parts(device: str, what: str) -> None:
     rows = {"rows": MOST_PARTED + 1, "no rows": 0}.get(what, 3)
-    depth, columns = PART if what == "depth" else 600, 128 if what == "columns" else 200
+    depth = {"one part": PART, "parts": MOST_PARTS * PART + 1}.get(what, 600)
+    columns = 128 if what == "columns" else 200
     dtype = torch.float32 if what == "float32" else DTYPE
     w = torch.zeros((depth, columns), dtype=dtype, device=device).t()
     w = w.contiguous() if what == "by rows" else w
