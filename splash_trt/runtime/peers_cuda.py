@@ -149,10 +149,11 @@ class CudaPeers:
     ) -> torch.Tensor | None:
         rows, width = partial.shape
         out = None if weight is None else torch.empty_like(hidden)
-        if not isinstance(partial, torch.Tensor) or self._pushes.fits(partial, rows):
+        if self._pushes.fits(hidden, rows):
             self._pushes.sum_rows(partial, offsets, hidden, weight, out, eps)
             self._mailbox.turn()
             return out
+        assert isinstance(partial, torch.Tensor), "takes_unsummed said no"
         start = self._mailbox.place(partial)
         sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
         if sliced:
