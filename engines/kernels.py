@@ -17,7 +17,7 @@ from splash_plugins.grouped_experts.pairs import PairSum
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """By operation. All but `project_in` and `gated` fill tensors that they are given."""
+    """By operation. They fill tensors that they are given, but for those whose types say what they return."""
 
     embed: Callable[..., None]
     add_norm: Callable[..., None]

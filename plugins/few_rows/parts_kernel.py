@@ -21,6 +21,8 @@ MOST_ROWS = 16
 """More are not faster than torch's product, in whole steps on an H200."""
 PART = 256
 """Depth of a part."""
+MOST_PARTS = 16
+"""One program adds a row's, and reads 4 bytes a column for each: as measured with 10 (GLM-4.7-Flash), not with more."""
 CHUNK = 128
 COLUMNS = 128
 
@@ -52,25 +54,27 @@ def parts_kernel(
     tl.store(at, sums, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :])
 
 
-def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether a product is one of few rows with weights by depth, large enough to be worth it."""
-    return w.stride(0) == 1 and 0 < len(x) <= MOST_ROWS and x.itemsize == 2 and w.shape[1] > PART and len(w) > COLUMNS
+def _fits(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether a product is one of few rows with weights by depth, large enough to be worth it and not too deep."""
+    width, depth = w.shape
+    few = w.stride(0) == 1 and 0 < len(x) <= MOST_ROWS and x.itemsize == 2
+    return few and PART < depth <= MOST_PARTS * PART and width > COLUMNS
 
 
-def linear_parts(x: torch.Tensor, w: torch.Tensor, *, part: int = PART, columns: int = COLUMNS) -> PartSum | None:
+def linear_parts(x: torch.Tensor, w: torch.Tensor) -> PartSum | None:
     """What is left to sum of plugins/few_rows/reference.py's linear; None, and nothing done, where it does not fit.
 
     x [T, K] is contiguous in its last axis.
     """
-    if not fits(x, w):
+    if not _fits(x, w):
         return None
     (rows, depth), width = x.shape, len(w)
-    parts = triton.cdiv(depth, part)
+    parts = triton.cdiv(depth, PART)
     out = torch.empty((rows, parts, width), dtype=torch.float32, device=x.device)
     block_t = max(16, triton.next_power_of_2(rows))
-    parts_kernel[(triton.cdiv(width, columns), parts)](
+    parts_kernel[(triton.cdiv(width, COLUMNS), parts)](
         x, x.stride(0), rows, w, w.stride(1), parts, out,
-        DEPTH=depth, WIDTH=width, PART=part, CHUNK=min(CHUNK, part), BLOCK_T=block_t, BLOCK_N=columns,
+        DEPTH=depth, WIDTH=width, PART=PART, CHUNK=CHUNK, BLOCK_T=block_t, BLOCK_N=COLUMNS,
         num_warps=8, **overlap(x),
     )  # fmt: skip
     return PartSum(out)

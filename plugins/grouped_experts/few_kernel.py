@@ -87,36 +87,3 @@ def few_down_kernel(
         value = down_tile(hidden, pair, keep, down, expert, n, INNER, WIDTH, BLOCK_N, BLOCK_K, TMA, PRECISION)
         store_rows(out, pair, keep, n, value, WIDTH, BLOCK_N)
         first += BLOCK_M
-
-
-@triton.jit(do_not_specialize=VARYING)
-def token_down_kernel(
-    hidden, down, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
-    INNER: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr = False,
-):  # fmt: skip
-    """out[t] = addend[t] + sum of weight * (hidden[pair] down); program (tile of columns, token).
-
-    Saves a launch, and reads an expert again for each of its tokens: for TensorRT's plugin, whose launch is one.
-    """
-    wait_for_inputs(OVERLAP)
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0)
-    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # The tensor cores want that many rows; the token's is the first.
-    keep = tl.arange(0, BLOCK_M) == 0
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for j in range(TOP_K):
-        pair = token * TOP_K + j
-        local = tl.load(choice + pair) - first_expert
-        if (local >= 0) & (local < num_experts):
-            expert = local.to(tl.int64)
-            row = tl.zeros((BLOCK_M,), tl.int64) + pair
-            rows = down_tile(hidden, row, keep, down, expert, n, INNER, WIDTH, BLOCK_N, BLOCK_K, TMA, PRECISION)
-            value = tl.sum(rows, 0)
-            # Rounded as few_down_kernel's rows are, so that both give the same.
-            total += value.to(hidden.dtype.element_ty).to(tl.float32) * tl.load(weight + pair)
-    inside = column < WIDTH
-    if addend is not None:
-        total += tl.load(addend + token * addend_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)

@@ -16,7 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from splash_plugins.aot import Entry, shared_bytes_of
-from splash_plugins.grouped_experts.few_kernel import few_gate_up_kernel, token_down_kernel
+from splash_plugins.grouped_experts.few_kernel import few_gate_up_kernel
+from splash_plugins.grouped_experts.product_kernel import down_tile
 
 MAX_PAIRS = 1024  # (token, choice) pairs that every program looks through
 
@@ -40,11 +41,27 @@ def experts_down_plugin(
     FIRST: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    token_down_kernel(
-        hidden=hidden, down=down, choice=choice, weight=weight, addend=None, addend_stride=0, out=out, out_stride=WIDTH,
-        first_expert=FIRST, num_experts=EXPERTS, INNER=INNER, WIDTH=WIDTH, TOP_K=TOP_K,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, TMA=False, PRECISION=PRECISION,
-    )  # fmt: skip
+    """out [T, D]; program (tile of columns, token).
+
+    One launch, for which an expert is read again for each of its tokens.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0)
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # The tensor cores want that many rows; the token's is the first.
+    keep = tl.arange(0, BLOCK_M) == 0
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for j in range(TOP_K):
+        pair = token * TOP_K + j
+        local = tl.load(choice + pair) - FIRST
+        if (local >= 0) & (local < EXPERTS):
+            row = tl.zeros((BLOCK_M,), tl.int64) + pair
+            rows = down_tile(
+                hidden, row, keep, down, local.to(tl.int64), n, INNER, WIDTH, BLOCK_N, BLOCK_K, False, PRECISION
+            )
+            # Rounded as the runtime's kernels round an expert's row.
+            total += tl.sum(rows, 0).to(hidden.dtype.element_ty).to(tl.float32) * tl.load(weight + pair)
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)

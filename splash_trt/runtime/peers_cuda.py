@@ -50,9 +50,6 @@ PUSH_BYTES = 256 << 10
 TWO_SHOT_BYTES = 256 << 10
 """From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
 
-TAKES_UNSUMMED = True
-"""What pushes rows sums a token's experts and a product's parts as well, which saves the launch that would."""
-
 
 def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
     """Whether the ranks of comm, each with its `device`, can use CudaPeers. Collective; the same answer on all."""
@@ -138,8 +135,8 @@ class CudaPeers:
         return self._mailbox.buffer(shape, dtype)
 
     def takes_unsummed(self, partial: torch.Tensor) -> bool:
-        # Their sums are in float32.
-        return TAKES_UNSUMMED and partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
+        # What pushes rows sums a token's experts and a product's parts as well, in float32: that saves a launch.
+        return partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
 
     def sum_rows(
         self,
@@ -152,10 +149,11 @@ class CudaPeers:
     ) -> torch.Tensor | None:
         rows, width = partial.shape
         out = None if weight is None else torch.empty_like(hidden)
-        if not isinstance(partial, torch.Tensor) or self._pushes.fits(partial, rows):
+        if self._pushes.fits(hidden, rows):
             self._pushes.sum_rows(partial, offsets, hidden, weight, out, eps)
             self._mailbox.turn()
             return out
+        assert isinstance(partial, torch.Tensor), "takes_unsummed said no"
         start = self._mailbox.place(partial)
         sliced = offsets is None and self.size > 2 and partial.nbytes >= TWO_SHOT_BYTES
         if sliced:

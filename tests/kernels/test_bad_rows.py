@@ -10,6 +10,8 @@ import torch
 
 from splash_plugins.absorb.kernel import absorb
 from splash_plugins.few_rows.kernel import MOST_ROWS, gated, linear
+from splash_plugins.few_rows.parts_kernel import MOST_ROWS as MOST_PARTED
+from splash_plugins.few_rows.parts_kernel import linear_parts
 from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.norm.kernel import add_norm
 from splash_plugins.router.kernel import route
@@ -32,6 +34,14 @@ def by_linear(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((len(x), 40))
     linear(x, random(str(x.device), 40, HIDDEN).to(x.dtype), out, columns=8)
     return out
+
+
+def by_parts(x: torch.Tensor) -> torch.Tensor:
+    """What is left to sum."""
+    wide = x.repeat(1, 6)
+    w = random(str(x.device), 6 * HIDDEN, 130).to(x.dtype).t()
+    left = [linear_parts(rows, w) for rows in wide.split(MOST_PARTED)]
+    return torch.cat([one.y for one in left if one is not None])
 
 
 def by_gated(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +96,7 @@ RUNS: dict[str, Run] = {
     "router": by_router,
     **{f"experts, {plan}": by_experts(plan) for plan in PLANS},
 }
-HALVES: dict[str, Run] = {"linear": by_linear, "gated": by_gated}
+HALVES: dict[str, Run] = {"linear": by_linear, "parts": by_parts, "gated": by_gated}
 
 
 def check(run: Run, x: torch.Tensor, bad: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from splash_plugins.grouped_experts import reference
+from splash_plugins.grouped_experts import kernel, reference
 from splash_plugins.grouped_experts.kernel import combine, grouped_experts
 from splash_plugins.grouped_experts.sort_kernel import max_blocks, sort_pairs
 from splash_plugins.grouped_experts.tiles import Device, Plan, Tiles, choose
@@ -52,7 +52,8 @@ def check(c: dict[str, torch.Tensor], first: int, addend: torch.Tensor | None, p
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 65])
 def test_tokens(device: str, num_tokens: int, plan: str) -> None:
     c = case(device, num_tokens, 4, 12, 6)
-    got = check(c, 4, torch.randn_like(c["x"]), PLANS[plan])
+    # Its rows lie apart, as those of a part of a wider tensor do.
+    got = check(c, 4, torch.randn((num_tokens, 40), device=device)[:, :24], PLANS[plan])
     assert got.shape == (num_tokens, 24)
 
 
@@ -150,6 +151,26 @@ def test_a_sum_is_left_where_a_kernel_would_do_no_more(device: str, plan: str) -
         assert left.joined and left.shape == (5, 24) and got.isnan().all()
         combine(left.y, left.choice, left.weight, left.first_expert, left.num_experts, left.addend, got)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_more_pairs_than_temporaries_hold_are_done_in_parts(
+    device: str, monkeypatch: pytest.MonkeyPatch, defer: bool
+) -> None:
+    """And no sum is left, which would be that of one part."""
+    c = case(device, 5, 3, 8, 3)
+    addend, want, got = torch.randn_like(c["x"]), torch.empty_like(c["x"]), torch.full_like(c["x"], torch.nan)
+    reference.sum_of_experts(**c, first_expert=2, addend=addend, out=want)
+    calls: list[int] = []
+    monkeypatch.setattr(kernel, "MAX_PAIRS", 6)
+
+    def ready() -> None:
+        calls.append(1)
+
+    left = grouped_experts(**c, first_expert=2, addend=addend, out=got, ready=ready, defer=defer)
+    assert left is None
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("chosen", [0, 5, 40, 300, 1200])

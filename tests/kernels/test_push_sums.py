@@ -9,11 +9,13 @@ import torch
 from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.grouped_experts.kernel import combine
 from splash_plugins.grouped_experts.pairs import PairSum
+from splash_trt.runtime import pushes
 from splash_trt.runtime.mailbox import Mapped, mailbox_bytes
 from splash_trt.runtime.peers_cuda import CudaPeers
 
 pytestmark = pytest.mark.kernels
 HALF, FIRST, LOCAL, EXPERTS, EPS = 1 << 20, 3, 4, 11, 1e-5
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-5}}
 
 
 def alone(device: str) -> CudaPeers:
@@ -33,6 +35,15 @@ def pairs(device: str, dtype: torch.dtype, rows: int, width: int, top_k: int, ad
     return PairSum(y.to(dtype).to(device), choice.to(device), weight.to(device), FIRST, LOCAL, more, joined=addend)
 
 
+def plain_sum(left: PairSum) -> torch.Tensor:
+    """[T, D] float32, with the kernels' way to sum having no part in it."""
+    here = (left.choice >= FIRST) & (left.choice < FIRST + LOCAL)
+    weight = torch.where(here, left.weight, 0)
+    y = left.y.float().nan_to_num().view(*weight.shape, -1)
+    total = (weight[:, :, None] * y).sum(1)
+    return total if left.addend is None else total + left.addend.float()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("addend", [True, False])
 @pytest.mark.parametrize("spread", [True, False])
@@ -41,7 +52,7 @@ def test_bits(device: str, dtype: torch.dtype, addend: bool, spread: bool, rows:
     peers, left = alone(device), pairs(device, dtype, rows, width, top_k, addend)
     summed = peers.buffer((rows, width), dtype)
     combine(left.y, left.choice, left.weight, FIRST, LOCAL, left.addend, summed)
-    assert torch.equal(summed[0], torch.zeros_like(summed[0]) if left.addend is None else left.addend[0])
+    torch.testing.assert_close(summed, plain_sum(left).to(dtype), **CLOSE[dtype])
     before, weight = torch.randn(rows, width).to(dtype).to(device), torch.randn(width).to(dtype).to(device)
     want, got, out = before.clone(), before.clone(), torch.empty_like(before)
     offsets = torch.tensor([0, rows], dtype=torch.int32, device=device) if spread else None
@@ -68,6 +79,25 @@ def test_bits_of_parts(device: str, dtype: torch.dtype, spread: bool, rows: int,
     peers._pushes.sum_rows(left, offsets, got, weight, out, EPS)
     assert normed is not None and torch.equal(got, want) and torch.equal(out, normed)
     assert not torch.equal(got, before)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_what_follows_a_join_begins_when_all_before_it_is_done(
+    device: str, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    asked = []
+
+    def noted(tensor: torch.Tensor, *, after_join: bool = False) -> dict[str, bool]:
+        asked.append(after_join)
+        return {"OVERLAP": False}
+
+    monkeypatch.setattr(pushes, "overlap", noted)
+    peers, left = alone(device), pairs(device, torch.float32, 2, 64, 4, joined)
+    hidden = torch.zeros(2, 64, device=device)
+    peers._pushes.sum_rows(left, None, hidden, None, None, EPS)
+    peers._pushes.sum_rows(PartSum(torch.zeros(2, 3, 64, device=device)), None, hidden, None, None, EPS)
+    peers._pushes.sum_rows(torch.zeros_like(hidden), None, hidden, None, None, EPS)
+    assert asked == [joined, False, False]
 
 
 def test_one_rank_sums_no_pairs(device: str) -> None:

@@ -29,7 +29,7 @@ class OneCapture:
         self._running = False
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self, urgent: bool = False) -> Iterator[None]:
         assert not self._running, "work beside the step was not joined"
         self._running = True
         yield

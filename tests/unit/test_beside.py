@@ -1,0 +1,56 @@
+"""Work beside a step on a GPU: which stream it goes to, and what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from splash_trt.runtime.beside import Beside
+
+LOG: list[str] = []
+
+
+class Stream:
+    def __init__(self, device: torch.device | None, priority: int) -> None:
+        self.name = "urgent" if priority < 0 else "other"
+
+    def wait_stream(self, other: Stream) -> None:
+        LOG.append(f"{self.name} waits for {other.name}")
+
+
+class Main(Stream):
+    def __init__(self) -> None:
+        self.name = "main"
+
+
+@contextmanager
+def entered(stream: Stream) -> Iterator[None]:
+    LOG.append(f"into {stream.name}")
+    yield
+    LOG.append("back")
+
+
+def test_each_join_waits_for_the_stream_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = Main()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    beside = Beside(torch.device("cuda", 0))
+    for urgent in (False, True, True, False):
+        LOG.clear()
+        with beside.run(urgent=urgent):
+            LOG.append("work")
+        beside.join()
+        name = "urgent" if urgent else "other"
+        assert LOG == [f"{name} waits for main", f"into {name}", "work", "back", f"main waits for {name}"]
+
+
+def test_without_streams_work_is_done_at_once() -> None:
+    beside, done = Beside(torch.device("cpu")), []
+    with beside.run(urgent=True):
+        done.append(1)
+    beside.join()
+    assert done == [1]
