@@ -249,14 +249,16 @@ def hopper_config(stages: int) -> DecodeConfig:
     return DecodeConfig(decode_hopper_kernel.MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True)
 
 
-def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeConfig:
+def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int | None = None) -> DecodeConfig:
+    """likely: of the queries, about how many have a context; None: all."""
+    queries = likely or len(q)
     heads, item = q.shape[1], q.element_size()
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
     if decode_hopper_kernel.supports(q, pages, latent):
-        return hopper_config(decode_hopper_kernel.choose_stages(len(q)))
+        return hopper_config(decode_hopper_kernel.choose_stages(queries))
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
-    return choose_config(heads, item, device_shared_bytes(q), is_hopper, len(q))
+    return choose_config(heads, item, device_shared_bytes(q), is_hopper, queries)
 
 
 def device_shared_bytes(x: torch.Tensor) -> int:
@@ -285,6 +287,7 @@ def decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
+    likely: int | None = None,
     config: DecodeConfig | None = None,
     num_splits: int | None = None,
 ) -> None:
@@ -294,8 +297,9 @@ def decode(
     """
     if len(q) == 0:
         return
-    config = config or device_config(q, pages, latent)
-    num_splits = num_splits or splits_for(q, pages, tables, stride, config)
+    likely = min(likely or len(q), len(q))  # a rank's own requests can be fewer than its share
+    config = config or device_config(q, pages, latent, likely)
+    num_splits = num_splits or splits_for(q, pages, tables, stride, config, likely)
     index = (pages, tables, slot, first, length, stride, latent, scale)
     if num_splits == 1:
         _launch(q, *index, out[:, None], lse[:, None] if lse is not None else None, config)
@@ -303,8 +307,16 @@ def decode(
         _merge(*attention_parts(q, *index, config, num_splits), length, out, lse, config)
 
 
-def splits_for(q: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor, stride: int, config: DecodeConfig) -> int:
-    programs = len(q) * triton.cdiv(q.shape[1], config.block_h)
+def splits_for(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    stride: int,
+    config: DecodeConfig,
+    likely: int | None = None,
+) -> int:
+    """likely: as in device_config."""
+    programs = (likely or len(q)) * triton.cdiv(q.shape[1], config.block_h)
     most_tiles = triton.cdiv(triton.cdiv(tables.shape[1], stride) * pages.shape[1], config.block_n)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
     return choose_splits(programs, most_tiles, config, sms)

@@ -22,8 +22,11 @@ def decode(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    likely: int | None = None,
 ) -> None:
-    """Absorbed queries against the rows of their contexts that this rank holds.
+    """Absorbed queries against the rows of their contexts that this rank holds. likely: about so many queries have a
+    context, the others length 0 (None: all have one); nothing depends on it but the time that a GPU takes.
 
     q [A, H, W]; pages [P, S, W] of one layer; tables [slots, C] int32; slot, first, length [A] int32: row j < length[a]
     lies in page tables[slot[a], first[a] + stride * (j // S)] at offset j % S. Writes out [A, H, L] and lse [A, H]

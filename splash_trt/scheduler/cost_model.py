@@ -20,6 +20,8 @@ from splash_trt.scheduler.device import KINDS, Device
 from splash_trt.scheduler.quantities import Sums
 from splash_trt.scheduler.work import EXPERT_LOOP, LayoutWork, Operation
 
+MANY = 64.0
+"""Tokens of a step whose time is that of memory traffic."""
 PREFILL_ONLY = ("expand_kv", "mla_prefill", "mla_sparse", "context_rows", "index_choices")
 _KIND_OF = {"collective_s": "collective", "operation_s": "operation", "expert_s": "operation", "step_s": "step"}
 SHARES = (*(kind for kind in KINDS if kind not in ("operation", "step")), *_KIND_OF)
@@ -64,11 +66,11 @@ class CostModel:
     def step_s(self, batch: Batch) -> float:
         """Seconds that the step takes, corrections included."""
         sums = self.work[batch.layout].quantities.sums(batch)
-        return self._predict(batch, sums) * self.correction.factor(batch.layout, sums.prefill > 0)
+        return self._predict(batch, sums) * self.correction.factor(batch.layout, _decoding(sums))
 
     def copies_s(self, num_bytes: float, layout: Layout) -> float:
         """By how much copies of num_bytes, in and out at the busiest rank, lengthen the decode steps beside them."""
-        return num_bytes * self._copy_s * self.correction.factor(layout, False)
+        return num_bytes * self._copy_s * self.correction.factor(layout, MANY)
 
     def parts(self, batch: Batch) -> dict[str, float]:
         """Seconds by kind (device.KINDS); their sum is step_s without corrections."""
@@ -103,10 +105,10 @@ class CostModel:
     def observe(self, batch: Batch, seconds: float) -> float:
         """A step of this batch took so long: predictions to come follow, slowly. Returns that of this batch."""
         sums = self.work[batch.layout].quantities.sums(batch)
-        predicted, prefill = self._predict(batch, sums), sums.prefill > 0
+        predicted, decoding = self._predict(batch, sums), _decoding(sums)
         if sums.tokens and not batch.moved_bytes:
-            self.correction.observe(batch.layout, prefill, predicted, seconds)
-        return predicted * self.correction.factor(batch.layout, prefill)
+            self.correction.observe(batch.layout, decoding, predicted, seconds)
+        return predicted * self.correction.factor(batch.layout, decoding)
 
     def _predict(self, batch: Batch, sums: Sums) -> float:
         copies = batch.moved_bytes * self._copy_s
@@ -161,6 +163,11 @@ class CostModel:
                 "description or use another format"
             )
         return rate
+
+
+def _decoding(sums: Sums) -> float | None:
+    """Tokens of a step that only decodes; None where it has prefill."""
+    return None if sums.prefill else sums.decode
 
 
 def _launch_time(op: Operation) -> str:

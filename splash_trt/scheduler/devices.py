@@ -44,20 +44,21 @@ LINK_REACHED = 369 / 450
 _MEASURED_FACTORS = {
     "collective": 369 / 315,
     "copies": 1.75,
-    "gemm": 1.5,
-    "experts": 1.03,
-    "decode": 1.15,
-    "prefill": 1.4,
-    "elementwise": 1.3,
+    "gemm": 1.4,
+    "experts": 1.07,
+    "decode": 1.03,
+    "prefill": 1.3,
+    "elementwise": 1.5,
 }
 _FACTORS_ORIGIN = (
     "Sums of two ranks' rows over mapped memory inside a CUDA graph: 3.4 to 3.7 us for 1 to 16 rows of 2,048 bfloat16, "
-    "107 for 8,192, which is 315 GB/s where a peer copy reached 369. Each further rank: 0.9 us, as symmetric memory "
-    "among two (6.8) and four (8.6). Copies: 64 MB a step cost 2.1 % of 1.25 ms. The rest describes whole steps of "
-    "GLM-4.7-Flash (two ranks, bfloat16, uniform routing) in November 2026: TP decoding 1 / 16 / 128 / 512 requests of "
-    "600 tokens 3.35 / 7.27 / 11.4 / 17.3 ms and 512 of 64 tokens 13.6 by the GPU's clock; DP 4.37 / 8.2 / 12.5 for "
-    "1 / 16 / 128 by what clients saw and earlier ratios to TP; in TP prompts of 512, 2,048, 16 x 512 and 8,192 tokens "
-    "15.5, 26, 69 and 91 ms, one of 15,000 in two steps 240 (DP 408). Reckoned are between 15 % less and 8 % more. "
+    "4.0 within steps, 107 for 8,192, which is 315 GB/s where a peer copy reached 369. Each further rank: 0.9 us, as "
+    "symmetric memory among two (6.8) and four (8.6). Copies: 64 MB a step cost 2.1 % of 1.25 ms. The rest describes "
+    "whole steps of GLM-4.7-Flash (two ranks, bfloat16, uniform routing, experts cut inside) in November 2026: decode "
+    "steps of all four layouts, 1 to 512 requests of 512 to 4,096 tokens, by the GPU's clock, with a median error of "
+    "1.7 % (TP, DP and CP at most 7 but for four requests in DP; DOP up to 14 less, from steps that cut its contexts "
+    "into too few parts) and of 1.4 % in what they take over TP's; first tokens of prompts of 512 to 15,000 tokens, "
+    "which include what a first step waits for, 4 % (512 tokens 10 to 20 less). "
     "What single kernels reached: experts 4.0 TB/s for 16 tokens and 603 TFLOP/s for 8,192, decode attention 3.4 TB/s "
     "for 512 requests, products with few rows 1.3 to 2.2 TB/s, prefill attention 500 to 675 TFLOP/s."
 )
@@ -78,9 +79,9 @@ def _gpu(name: str, *, origin: str, gib: int, memory: float, bf16: float, fp8: f
         },
         memory_bytes_s=memory * MEMORY_REACHED,
         link_bytes_s=link * LINK_REACHED,
-        collective_s=3.6e-6,
+        collective_s=4.0e-6,
         collective_hop_s=0.9e-6,
-        operation_s=2.6e-6,
+        operation_s=2.5e-6,
         step_s=100e-6,
         factors=dict(_MEASURED_FACTORS),
     )

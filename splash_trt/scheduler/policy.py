@@ -25,6 +25,7 @@ LOOK_S = 0.1  # between two looks at the load
 QUIET_LOOK_S = 0.5  # while hardly anything changes
 SAME = 0.1  # of the running requests: so many more or fewer are hardly a change
 HYSTERESIS = 0.03  # of the time ahead: a smaller gain is not worth being wrong about
+KNOWN = 0.01  # the same where both layouts have run such batches, and hardly anything comes
 SURE = 0.15  # of the time ahead: a larger gain needs no second look
 LOOKS = 3  # in a row that must agree on a smaller one
 DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch away from it takes
@@ -178,7 +179,7 @@ class CostPolicy:
         comparison = self._comparer.compare(load, self._step_s, self._past)
         self._doubt.looked(comparison, load, since)
         best = comparison.best
-        verdict = self._verdict(comparison, best, load.now, since)
+        verdict = self._verdict(comparison, best, load, since)
         self._last = (load, comparison, verdict or "go")
         if verdict is not None:
             return None
@@ -195,9 +196,16 @@ class CostPolicy:
         self._agreed, self._missed = 0, 0.0
         self._looked = self._changed = -1e9
 
-    def _verdict(self, comparison: Comparison, best: Candidate, now: float, since_s: float) -> str | None:
+    def _margin(self, load: Load, best: Candidate, ahead_s: float) -> float:
+        """The share of the time ahead that a change has to gain."""
+        if load.prompt_tokens or load.arriving.per_s * ahead_s > SAME * load.running:
+            return HYSTERESIS
+        known = min(self._cost.correction.certainty(layout, load.running) for layout in (load.layout, best.layout))
+        return HYSTERESIS + known * (KNOWN - HYSTERESIS)
+
+    def _verdict(self, comparison: Comparison, best: Candidate, load: Load, since_s: float) -> str | None:
         """Why to stay; None to go to the best."""
-        here = comparison.candidates[0]
+        here, now = comparison.candidates[0], load.now
         if best is here:
             self._wish, self._missed = None, 0.0
             return "no layout would be better"
@@ -209,7 +217,8 @@ class CostPolicy:
         self._missed += since_s * max(1 - best.costs[0] / max(here.costs[0], 1e-9), 0.0) if self._agreed > 1 else 0.0
         ahead = max(comparison.ahead_s, 1e-9)
         way_back = RETURN_CHANCE * (best.back_cost_s + RETURN_LOSS * best.back_s)
-        needed = self._doubt.factor * (HYSTERESIS * max(ahead, best.switch.seconds) + way_back)
+        margin = self._margin(load, best, ahead)
+        needed = self._doubt.factor * (margin * max(ahead, best.switch.seconds) + way_back)
         name = best.layout.name.lower()
         if best.gain_s + self._missed < needed:
             return f"{name} would save {best.gain_s:.3g} s, less than the {needed - self._missed:.3g} s to be sure of"

@@ -7,8 +7,9 @@ a b numbers of weights once. Routing is uniform: a rank computes its share of T 
 E (1 - (1 - k / E)^T) are touched; with experts cut inside, of all choices and all experts, each with its share of I.
 The slowest rank is the one with the largest shard, so shards count as that large.
 
-Launches are those of the kernels that GPUs have: a sum of all ranks' parts adds to the residual and norms as well, and
-latents are normed, rotated and appended in one.
+Launches are those of the kernels that GPUs have: a sum of all ranks' parts adds to the residual and norms as well,
+latents are normed, rotated and appended in one, decode attention that meets no rank ends in its values, and the shared
+expert runs beside the routed ones.
 
 What crosses ranks is counted as the bytes that the busiest rank sends or receives, whichever is more: an all-reduce is
 2 (N - 1) / N of its tensor; gathers and scattered sums of spread tokens are padded to the largest count.
@@ -41,6 +42,9 @@ WIDE = 4
 """Bytes of a number of partial results, at least."""
 EXPERT_LOOP = "expert_loop"
 """The operation whose launches are touched experts, for a runtime that has them one after the other."""
+PROMPT_LAUNCHES = 8.0
+"""On GPUs, so many launches' time prompts' context takes to be expanded, and as many to be attended to, at least: few
+programs, one tile after another."""
 SAMPLER_PASSES = 8
 """Times that a shard's logits are read or written for one sampled position: noise, filter, choice, log-probability."""
 SAMPLER_COLUMNS = 5
@@ -227,13 +231,14 @@ class _Table:
         m = self.model
         latent, width, item = m.kv_lora_rank, m.row_width, self.item
         reading = m.num_heads if self.exchanged else self.heads
+        launches = {"decoding": 2.0 if self.striped or self.exchanged else 1.0}
         self._head_product("absorb", "attn_in", layers, "absorbed", m.qk_nope_head_dim)
         if self.striped:
             self._collective("cp_queries", layers, "crossing", (m.num_heads + 1) * width * item, {"decoding": 1})
         elif self.exchanged:
             self._collective("dop_queries", layers, "crossing", m.num_heads * width * item, {"decoding": 1})
         self._add(
-            "mla_decode", "decode", self._read, layers, {"decoding": 2}, format=self.config.dtype,
+            "mla_decode", "decode", self._read, layers, launches, format=self.config.dtype,
             flops={"rows": 2.0 * reading * (width + latent)},
             bytes={"rows": self.row, "read": reading * (width + latent) * item},
         )  # fmt: skip
@@ -263,7 +268,7 @@ class _Table:
         if self.striped or self.exchanged:
             self._collective("context_rows", layers, "fetched", self.row + key, {"fetches": 1})
         up = self.heads * (m.qk_nope_head_dim + m.v_head_dim)
-        launches = {"rounds": 2.0 * self.blocks}
+        launches = {"rounds": 2.0 * self.blocks + PROMPT_LAUNCHES * (self.config.run_on == "gpu")}
         self._add(
             "expand_kv", "gemm", self._after, layers, launches, format=self.attention,
             flops={"expanded": 2.0 * m.kv_lora_rank * up},
@@ -284,7 +289,8 @@ class _Table:
             )  # fmt: skip
 
     def _attention_out(self, layers: int) -> None:
-        m, blocks = self.model, {"one": float(self.blocks)}
+        # One that no sum over ranks follows has nothing to overlap with.
+        m, blocks = self.model, {"one": float(self.blocks + (self.blocks > 1))}
         inner = self.heads * m.v_head_dim
         self._product("o_proj", self._after, layers, self.attention, "here", inner, m.hidden_size, blocks, busy="busy")
         if not self.full:
@@ -298,11 +304,11 @@ class _Table:
             hidden = m.hidden_size * self.item
             self._collective("mlp_gather", layers, "here", hidden * (self.ranks - 1), {"one": 1})
         if dense:
-            self._gated("dense_mlp", dense, m.intermediate_size)
+            self._gated("dense_mlp", dense, m.intermediate_size, {"one": 2})
         experts = m.experts
         if moe and experts is not None:
             self._product(
-                "router", "mlp", moe, self.config.dtype, "all", m.hidden_size, experts.num_experts, {"one": 2}
+                "router", "mlp", moe, self.config.dtype, "all", m.hidden_size, experts.num_experts, {"one": 1}
             )
             inner, each = float(experts.intermediate_size), experts.top_k / self.ranks
             if self.config.experts_cut == "inside":
@@ -310,21 +316,21 @@ class _Table:
             numbers = 3.0 * m.hidden_size * inner
             kept = 2 * m.hidden_size + 3 * inner
             self._add(
-                "experts", "experts", "mlp", moe, {"one": 4}, format=self.weights,
+                "experts", "experts", "mlp", moe, {"one": 3}, format=self.weights,
                 flops={"all": 2 * numbers * each}, bytes={"all": each * kept * self.item},
             )  # fmt: skip
             # By itself, so that both count: with few tokens an expert the blocks that are multiplied are half empty.
             self._add("expert_weights", "experts", "mlp", moe, bytes={"touched": numbers * BYTES[self.weights]})
             self._add(EXPERT_LOOP, "operation", "mlp", moe, {"touched": 1})
             if experts.shared_intermediate_size:
-                self._gated("shared_mlp", moe, experts.shared_intermediate_size)
+                self._gated("shared_mlp", moe, experts.shared_intermediate_size, {})
         self._sum("mlp_sum", layers)
 
-    def _gated(self, name: str, layers: int, intermediate: int) -> None:
+    def _gated(self, name: str, layers: int, intermediate: int, launches: Terms) -> None:
         inner, hidden = largest_share(intermediate, self.ranks, 128), self.model.hidden_size
         numbers = 3.0 * hidden * inner
         moved = {"one": numbers * BYTES[self.weights], "all": (2 * hidden + 3 * inner) * self.item}
-        self._add(name, "gemm", "mlp", layers, {"one": 2}, format=self.weights, flops={"all": 2 * numbers}, bytes=moved)
+        self._add(name, "gemm", "mlp", layers, launches, format=self.weights, flops={"all": 2 * numbers}, bytes=moved)
 
     def _end(self) -> None:
         m = self.model

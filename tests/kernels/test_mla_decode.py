@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from splash_plugins.mla_attention import decode_hopper_kernel, decode_reference
-from splash_plugins.mla_attention.decode_kernel import DecodeConfig, choose_splits, decode, hopper_config
+from splash_plugins.mla_attention.decode_kernel import DecodeConfig, choose_splits, decode, hopper_config, splits_for
 
 pytestmark = pytest.mark.kernels
 
@@ -116,6 +116,16 @@ def test_shapes(device: str, heads: int, latent: int, rope: int, splits: int) ->
 
 def test_chosen_config(device: str) -> None:
     check(make([200, 0, 7], device=device), 3)
+
+
+def test_padding_takes_no_programs_from_the_others(device: str) -> None:
+    """Where most queries have no context, those that have one are cut into more parts, with the same result."""
+    case = make([130, 64, 0, 0, 0, 0, 0, 0], device=device)
+    arguments = (case.q, case.pages, case.tables, case.stride, CONFIG)
+    more, fewer = splits_for(*arguments, likely=2), splits_for(*arguments)
+    assert more > fewer if device == "cpu" else more >= fewer  # a whole GPU has room for all parts of so short contexts
+    for likely in (1, 2, 100, None):
+        check(case, 3, likely=likely)
 
 
 def test_log_sum_exp_is_optional(device: str) -> None:

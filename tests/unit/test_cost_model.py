@@ -46,7 +46,7 @@ def test_parts_add_up(layout: Layout, device: str) -> None:
 def test_copies_cost_what_was_measured() -> None:
     """On an H200 64 MB beside a step of 1.25 ms cost 2.1 %, 4 MB nearly nothing."""
     model = CostModel(splash_tiny(), config(2), BUILT_IN["h200"])
-    batch = decode(Layout.DP, 2, 2, 100)
+    batch = decode(Layout.DP, 2, 64, 100)
     cost = {size: model.step_s(changed(batch, moved_bytes=size * 10**6)) - model.step_s(batch) for size in (4, 64)}
     assert cost[64] / 1.25e-3 == pytest.approx(0.021, abs=0.001)
     assert cost[4] / 1.25e-3 < 0.002

@@ -204,6 +204,26 @@ class TestPatience:
         assert chosen.decide(load(Layout.DP, running=1, now=10.3)) is None
         assert "kept" in str(chosen.explain(0.0)["verdict"])
 
+    def test_smaller_gains_are_enough_between_layouts_that_are_known(self) -> None:
+        """As long as hardly anything comes: what will, nobody knows."""
+
+        def first(known: bool, arriving: Arriving = NOTHING) -> int:
+            """The least crowd that leaves TP."""
+            cost = CostModel(MODEL, CONFIG, H200)
+            for layout in Layout if known else ():
+                for _ in range(200):
+                    cost.correction.observe(layout, 256.0, 0.01, 0.01)
+            for running in range(300, 900, 10):
+                chosen = CostPolicy(cost, CONFIG, SIZES, ROOM, Objective())
+                seen = load(running=running, context=1000, arriving=arriving)
+                if decided(chosen, seen) is not None:
+                    return running
+            return 900
+
+        some = Arriving(20.0, 2000.0, ((1.0, 100.0),), 20_000.0)
+        assert first(known=True) < first(known=False) < 900
+        assert first(True, some) == first(False, some) < 900
+
     def test_loads_that_turn_after_each_change_are_followed_less_and_less(self) -> None:
         chosen, layout, now, changes = policy(), Layout.TP, 0.0, []
         while now < 400:
