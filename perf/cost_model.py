@@ -170,7 +170,9 @@ def main(arguments: Sequence[str]) -> int:
     found = run(options, arguments)
     print(found.text)
     name = "splash-tiny" if options.model is None else options.model.name
-    config = {name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on", "experts_cut")}
+    config = {
+        name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on", "experts_cut")
+    }
     config |= {"model": name, "summary": found.summary, "device": found.device}
     settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
     settings = [name if word == str(options.model) else word for word in settings]
