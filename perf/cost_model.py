@@ -25,7 +25,7 @@ from perf.engines.step_ranks import check
 from splash_trt import environment
 from splash_trt.calibrate.run import Calibration, calibrate
 from splash_trt.calibrate.run import report as told
-from splash_trt.config import Layout
+from splash_trt.config import EXPERTS_CUTS, Layout
 from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.launch import mpirun_command, run_under_mpi
 from splash_trt.llm import LLM
@@ -59,6 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--model", type=Path, help="folder with a config.json, for random weights and uniform routing; "
                         "default: models/splash-tiny as it is")  # fmt: skip
+    parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
@@ -74,6 +75,7 @@ def measure(world: World, options: argparse.Namespace) -> Findings | None:
         model,
         Checkpoint(MODEL, model) if options.model is None else DummyWeights(model),
         simulate_routing="" if options.model is None else "uniform",
+        experts_cut=options.experts_cut,
         dtype=options.dtype,
         seconds=60 * options.minutes,
         cores=1 if options.threads else None,
@@ -168,7 +170,9 @@ def main(arguments: Sequence[str]) -> int:
     found = run(options, arguments)
     print(found.text)
     name = "splash-tiny" if options.model is None else options.model.name
-    config = {name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on")}
+    config = {
+        name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on", "experts_cut")
+    }
     config |= {"model": name, "summary": found.summary, "device": found.device}
     settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
     settings = [name if word == str(options.model) else word for word in settings]

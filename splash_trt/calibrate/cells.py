@@ -53,7 +53,11 @@ class Cell:
     def name(self) -> str:
         decodes = [start + 1 for start, count, _ in self.rows if count == 1]
         chunks = [f"{count} after {start}" for start, count, _ in self.rows if count > 1]
-        parts = [f"{len(decodes)} decoding at {sum(decodes) // len(decodes)}"] if decodes else []
+        parts = []
+        if decodes:
+            mean, longest = sum(decodes) // len(decodes), max(decodes)
+            # One long context among short ones keeps a few of a GPU's programs busy long after the others.
+            parts = [f"{len(decodes)} decoding at {mean}" + (f" (longest {longest})" if longest > 2 * mean else "")]
         parts += [f"prompt {', '.join(chunks)}"] if chunks else []
         parts += [f"{self.moved_pages} pages moved"] if self.moved_pages else []
         return f"{self.layout.name.lower()} {' + '.join(parts)}"

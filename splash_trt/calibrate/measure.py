@@ -43,12 +43,14 @@ def calibration_config(
     layouts: tuple[Layout, ...] = tuple(Layout),
     run_on: str = "cpu",
     simulate_routing: str = "",
+    experts_cut: str = "whole",
 ) -> EngineConfig:
     """With room for the limits' cache on every rank beside the weights of FULL residency."""
     config = EngineConfig(
         num_ranks=num_ranks,
         run_on=run_on,
         simulate_routing=simulate_routing,
+        experts_cut=experts_cut,
         layout=Layout.DP,
         layouts=layouts,
         dtype=dtype,

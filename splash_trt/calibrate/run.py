@@ -71,6 +71,7 @@ def calibrate(
     layouts: tuple[Layout, ...] = tuple(Layout),
     cores: int | None = None,
     simulate_routing: str = "",
+    experts_cut: str = "whole",
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = lambda text: None,
 ) -> Calibration | None:
@@ -93,6 +94,7 @@ def calibrate(
         layouts=layouts,
         run_on="gpu" if on_gpu else "cpu",
         simulate_routing=simulate_routing,
+        experts_cut=experts_cut,
     )
     bench = Bench(world, model, config, source, clock)
     if world.rank != 0:

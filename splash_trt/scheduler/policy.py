@@ -198,7 +198,8 @@ class CostPolicy:
 
     def _margin(self, load: Load, best: Candidate, ahead_s: float) -> float:
         """The share of the time ahead that a change has to gain."""
-        if load.prompt_tokens or load.arriving.per_s * ahead_s > SAME * load.running:
+        come = load.arriving.per_s * ahead_s
+        if best.moves_owners or load.prompt_tokens or come > SAME * load.running:
             return HYSTERESIS
         known = min(self._cost.correction.certainty(layout, load.running) for layout in (load.layout, best.layout))
         return HYSTERESIS + known * (KNOWN - HYSTERESIS)

@@ -301,4 +301,4 @@ def test_no_layout_beats_the_ceiling_by_more_than_a_hair(model: ModelConfig, see
     assert best.label == CEILING
     for outcome in others:
         # More requests at once can end the last one later: see run.ceiling.
-        assert best.makespan_s <= 1.02 * outcome.makespan_s, outcome.label
+        assert best.makespan_s <= 1.03 * outcome.makespan_s, outcome.label
