@@ -12,8 +12,11 @@ does. A kernel fails if it does not compile, or asks for more shared memory than
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,21 +88,25 @@ def compile_for(kernel: Kernel, target: Target) -> int:
     return int(triton.compile(kernel.source(), target=gpu, options=kernel.options).metadata.shared)
 
 
+def compile_one(part: str, target: Target, number: int) -> tuple[bool, str]:
+    """The part's kernel of that number, by itself; whether its shared memory fits, and what there is to say."""
+    kernel = importlib.import_module(f"tests.kernels.{part}").kernels(target)[number]
+    start = time.perf_counter()
+    shared = compile_for(kernel, target)
+    seconds = time.perf_counter() - start
+    fits = shared <= target.shared_bytes
+    said = f"{target.name} {kernel.function.__name__} {kernel.constexprs}: {seconds:.1f} s, {shared} bytes shared"
+    return fits, said + ("" if fits else f", more than {target.shared_bytes}")
+
+
 def main(part: str) -> int:
     kernels = importlib.import_module(f"tests.kernels.{part}").kernels
+    jobs = [(part, target, i) for target in TARGETS for i in range(len(kernels(target)))]
     failed = False
-    for target in TARGETS:
-        for kernel in kernels(target):
-            start = time.perf_counter()
-            shared = compile_for(kernel, target)
-            fits = shared <= target.shared_bytes
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for fits, said in pool.map(compile_one, *zip(*jobs, strict=True)):
             failed |= not fits
-            seconds = time.perf_counter() - start
-            print(
-                f"{target.name} {kernel.function.__name__} {kernel.constexprs}: {seconds:.1f} s, {shared} bytes shared"
-                + ("" if fits else f", more than {target.shared_bytes}"),
-                flush=True,
-            )
+            print(said, flush=True)
     return int(failed)
 
 
