@@ -16,6 +16,10 @@ DTYPE_NAMES = (*FORMAT_ALIASES, *DTYPES)
 DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
+run_on_option = click.option(
+    "--run-on", type=click.Choice(["auto", "cpu", "gpu", "shared-gpu"]), default="auto", show_default=True,
+    help="auto: GPUs where every rank has one; shared-gpu: GPUs, however few: to try it, slowly.",
+)  # fmt: skip
 experts_option = click.option(
     "--experts-cut", type=click.Choice(EXPERTS_CUTS), default=EXPERTS_CUTS[0], show_default=True,
     help="Routed experts over ranks: each whole on one, or a slice of each on all (same bytes read by all ranks).",

@@ -90,7 +90,7 @@ def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | 
         argv = [sys.executable, "-m", "splash_trt", "calibrate", "--engine", str(engine.folder), "--out", str(path)]
         argv += ["--minutes", str(minutes), "--lifeline", str(line_path), "--run-on", run_on]
         argv += ["--dtype", dtype] if dtype else []
-        command = or_fail(lambda: mpirun_command(ranks, argv, on_gpus=run_on == "gpu"))
+        command = or_fail(lambda: mpirun_command(ranks, argv, on_gpus=run_on.endswith("gpu")))
         line = lifeline.Lifeline(line_path)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: told.append(number))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from splash_trt.config import DTYPES
-from splash_trt.options import Number
+from splash_trt.options import Number, run_on_option
 
 
 @click.command("calibrate")
@@ -16,8 +16,7 @@ from splash_trt.options import Number
 @click.option("--out", type=click.Path(path_type=Path), help="Default: device-RANKS.json in the engine's folder.")
 @click.option("--minutes", type=Number(0.05, 1440), default=3.0, show_default=True, help="Time to measure for.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
-@click.option("--run-on", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
-              help="auto: GPUs where every rank has one.")  # fmt: skip
+@run_on_option
 @click.option("--lifeline", "lifeline_path", type=click.Path(path_type=Path), hidden=True)
 def calibrate_command(
     folder: Path,

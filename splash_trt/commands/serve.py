@@ -12,7 +12,7 @@ from splash_trt import environment
 from splash_trt.config import DTYPES, MAX_DEADLINE_S, OPERATORS, SIMULATED_ROUTING
 from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.observe.options import observe_options
-from splash_trt.options import Number, Size, experts_option, or_fail
+from splash_trt.options import Number, Size, experts_option, or_fail, run_on_option
 
 OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throughput, p99 per token at most MS)."
 MEMORY_HELP = "One rank's arena: weights, workspaces and cache; default on GPUs: 85 % of the smallest one's memory."
@@ -27,8 +27,7 @@ DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's cal
 @click.option("--dummy-weights", type=int, metavar="SEED", help="Random weights of the model's sizes; no tokenizer.")
 @click.option("--load", type=click.Choice(["dummy"]), help="dummy: short for --dummy-weights 0.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
-@click.option("--run-on", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True,
-              help="auto: GPUs where every rank has one.")  # fmt: skip
+@run_on_option
 @click.option(
     "--layout", type=click.Choice(["auto", "tp", "dp", "cp", "dop"]), default="auto", show_default=True,
     help="auto follows the load; another is where it starts and stays until an operator switches.",

@@ -1,4 +1,4 @@
-"""What ranks compute on: processors, or one GPU for each rank, and how much of a GPU's memory is theirs."""
+"""What ranks compute on: processors, or one GPU for each rank, or GPUs that they share; how much of its memory is theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from splash_trt.dist.world import World
 
-CHOICES = ("auto", "cpu", "gpu")
+CHOICES = ("auto", "cpu", "gpu", "shared-gpu")
 MEMORY_SHARE = 0.85
 """Of a GPU's memory, for a rank's arena where nobody says how much. The rest is the CUDA context's and NCCL's, CUDA
 graphs' and a step's activations."""
@@ -35,24 +35,29 @@ def num_gpus() -> int:
 
 
 def choose(wish: str, ranks_here: int | None) -> str:
-    """EngineConfig.run_on for one of CHOICES, as this node alone can tell; "auto" means GPUs where every rank has one.
+    """EngineConfig.run_on for one of CHOICES, as this node alone can tell; "auto" means GPUs where every rank has one,
+    "shared-gpu" GPUs however few there are.
 
     ranks_here: ranks on this node, None if that is not known before they start. ValueError if they are to have GPUs
     and there are too few.
     """
     if wish not in CHOICES:
         raise ValueError(f"run_on: {wish!r} is not one of {', '.join(CHOICES)}")
-    enough = num_gpus() >= (ranks_here or 1)
-    if wish == "gpu" and not enough:
-        refuse(ranks_here or 1)
-    return "gpu" if wish == "gpu" or (wish == "auto" and enough) else "cpu"
+    wanted = 1 if wish == "shared-gpu" else ranks_here or 1
+    if wish == "cpu" or (wish == "auto" and num_gpus() < wanted):
+        return "cpu"
+    if num_gpus() < wanted:
+        refuse(wish, ranks_here or 1)
+    return "gpu"
 
 
-def refuse(ranks_here: int) -> None:
-    """Raises ValueError: this node's ranks cannot all have a GPU."""
+def refuse(wish: str, ranks_here: int) -> None:
+    """Raises ValueError: this node's ranks cannot have GPUs as they wish."""
+    if num_gpus() == 0:
+        raise ValueError(f"run_on: {wish} needs a GPU, and this node has none that its ranks may use: say cpu")
     raise ValueError(
         f"run_on: gpu needs a GPU for each rank, and this node has {num_gpus()} that its {ranks_here} ranks may use "
-        "(CUDA_VISIBLE_DEVICES counts): start fewer ranks here, or say cpu"
+        "(CUDA_VISIBLE_DEVICES counts): start fewer ranks here, or say cpu, or shared-gpu to try it slowly"
     )
 
 
@@ -62,8 +67,9 @@ def gpu_name(world: World) -> str | None:
 
 
 def default_arena_bytes(world: World) -> int:
-    """EngineConfig.memory_bytes for ranks on GPUs: MEMORY_SHARE of the smallest one's memory. Collective."""
+    """EngineConfig.memory_bytes for ranks on GPUs: a rank's part of MEMORY_SHARE of the smallest one's memory.
+    Collective."""
     _, total = torch.cuda.mem_get_info(world.device)
-    mine = torch.tensor([total], dtype=torch.int64, device=world.device)
+    mine = torch.tensor([total // world.ranks_on_device], dtype=torch.int64, device=world.device)
     smallest = int(world.collectives.all_gather(mine, [1] * world.size).min())
     return int(smallest * MEMORY_SHARE) // _MEMORY_UNIT * _MEMORY_UNIT

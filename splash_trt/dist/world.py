@@ -36,6 +36,8 @@ class World:
     watch: Watch
     device: torch.device = CPU
     """What this rank computes on. On a GPU the collectives take tensors there."""
+    ranks_on_device: int = 1
+    """This rank and others whose GPU is the same."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from splash_trt.dist.board import ROW_BYTES, Board, Watch
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.collectives_mpi import MpiCollectives
 from splash_trt.dist.collectives_nccl import NcclCollectives
+from splash_trt.dist.collectives_staged import StagedCollectives
 from splash_trt.dist.control_mpi import OWN_CORES, SHARED_CORES, MpiControl
 from splash_trt.dist.place import num_gpus, refuse
 from splash_trt.dist.watchdog import Watchdog, last_words
@@ -29,8 +30,8 @@ class MpiWorld:
     """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
 
     run_on is one of place.CHOICES; "auto" means GPUs if every rank of every node has one. A rank's GPU is the one whose
-    number the rank has among those of its node. Raises ValueError if a node has fewer GPUs than ranks that are to have
-    one.
+    number the rank has among those of its node; with "shared-gpu" they begin anew where GPUs end. Raises ValueError if
+    a node has fewer GPUs than ranks that are to have one.
 
     From here on an exception that nothing catches, on any thread, and an exit without `close` end all ranks (MPI alone
     would leave the others waiting).
@@ -44,12 +45,19 @@ class MpiWorld:
         watch = Watch(_board(self._node, self._window, comm.Get_rank()), comm.Get_rank())
         self._watchdog = Watchdog(watch, deadline_s, startup_deadline_s)
         self._watchdog.start()
-        device = rank_device(comm, self._node, run_on)
+        device, ranks_on_device = rank_device(comm, self._node, run_on)
         on_gpu = device.type == "cuda"
         patience = OWN_CORES if on_gpu else SHARED_CORES
         self._control = MpiControl(comm, watch, deadline_s, startup_deadline_s, patience)
-        self._collectives = NcclCollectives(comm, watch, device, deadline_s) if on_gpu else MpiCollectives(comm, watch)
-        self.world = World(comm.Get_rank(), comm.Get_size(), self._collectives, self._control, watch, device)
+        self._collectives: NcclCollectives | MpiCollectives
+        if not on_gpu:
+            self._collectives = MpiCollectives(comm, watch)
+        elif ranks_on_device == 1:
+            self._collectives = NcclCollectives(comm, watch, device, deadline_s)
+        else:
+            self._collectives = StagedCollectives(comm, watch, device)
+        rank, size = comm.Get_rank(), comm.Get_size()
+        self.world = World(rank, size, self._collectives, self._control, watch, device, ranks_on_device)
         sys.excepthook = self._uncaught
         threading.excepthook = lambda args: self.end_all(args.exc_value or args.exc_type())
         atexit.register(self._left_early)
@@ -97,20 +105,26 @@ def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def rank_device(comm: MPI.Intracomm, node: MPI.Intracomm, run_on: str) -> torch.device:
-    """What this rank computes on, see MpiWorld. node: the ranks of `comm` on this node. Collective."""
+def rank_device(comm: MPI.Intracomm, node: MPI.Intracomm, run_on: str) -> tuple[torch.device, int]:
+    """What this rank computes on, see MpiWorld, and the most ranks of any node that have the same.
+
+    node: the ranks of `comm` on this node. Collective.
+    """
     if run_on == "cpu":
-        return CPU
-    fewest = np.array([num_gpus() - node.Get_size()], np.int64)
+        return CPU, 1
+    gpus, ranks = num_gpus(), node.Get_size()
+    fewest = np.array([gpus - (1 if run_on == "shared-gpu" else ranks)], np.int64)
     spare = fewest.copy()
     comm.Allreduce(spare, fewest, MPI.MIN)
     if fewest[0] >= 0:
-        return torch.device("cuda", node.Get_rank())
-    if run_on == "gpu":
+        sharing = np.array([-(-ranks // gpus)], np.int64)
+        comm.Allreduce(sharing.copy(), sharing, MPI.MAX)
+        return torch.device("cuda", node.Get_rank() % gpus), int(sharing[0])
+    if run_on != "auto":
         if spare[0] < 0:
-            refuse(node.Get_size())
-        raise ValueError("run_on: gpu needs a GPU for each rank, and another node has too few")
-    return CPU
+            refuse(run_on, ranks)
+        raise ValueError(f"run_on: {run_on} needs a GPU for each rank, and another node has too few")
+    return CPU, 1
 
 
 def _in_words(error: BaseException) -> str:

@@ -57,10 +57,9 @@ def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
         return False
     devices = np.zeros(comm.Get_size(), np.int64)
     comm.Allgather(np.array([device.index], np.int64), devices)
+    # Ranks that share a GPU meet too, when their turns come: a GPU takes its time from a process whose kernels wait.
     others = [int(index) for index in devices if index != device.index]
-    # Ranks that share a GPU would wait for each other's kernels, which may never run side by side.
-    alone = len(others) == len(devices) - 1
-    mine = alone and all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    mine = all(torch.cuda.can_device_access_peer(device, other) for other in others)
     answers = np.zeros(comm.Get_size(), np.bool_)
     comm.Allgather(np.array([mine], np.bool_), answers)
     return bool(answers.all()) and comm.Get_size() <= kernel.MAX_RANKS

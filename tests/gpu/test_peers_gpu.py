@@ -1,4 +1,4 @@
-"""Peers over mapped memory, one GPU per rank."""
+"""Peers over mapped memory, one GPU per rank, or several ranks on one where there are fewer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ def test_no_room_is_an_answer() -> None:
 
 @pytest.fixture(params=[1, 2, 4, 8])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
     ranks = Ranks(request.param)
     yield ranks
     ranks.close()

@@ -9,6 +9,7 @@ import torch
 from splash_trt.dist.world import World
 from splash_trt.runtime.peers import Peers
 from tests.mpi import peer_cases
+from tests.mpi.gpu_world import device_of
 from tests.mpi.peer_cases import EPS, Setting, filled, stacked
 
 HALF = 64 << 20
@@ -112,7 +113,7 @@ def _on_gpu(world: World, dtype: str, program: Callable[[Peers, Setting], int]) 
     from splash_trt.memory.device_memory import DeviceMemory
     from splash_trt.runtime.peers_cuda import connect, reachable
 
-    device = torch.device("cuda", world.rank)
+    device = device_of(world)
     torch.cuda.set_device(device)
     if not reachable(MPI.COMM_WORLD, device):
         raise AssertionError("these GPUs cannot read each other's memory")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from splash_trt.weights.checkpoint import Checkpoint
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.spec import partition
 from splash_trt.worker import Worker, start_worker
+from tests.mpi.gpu_world import on_gpus
 from tests.switching.accounting import Rows, row_bytes, weight_bytes
 from tests.switching.harness import MODEL, SEED, SETTINGS, TOUR, Told, memory_for, scatter
 from tests.switching.test_bytes import difference, minimum
@@ -251,15 +251,10 @@ def serve(
 
     look: called on every rank with each plan, before it is launched. prepare: called on every rank before the first.
     """
-    # These make a rank of the process that imports them.
-    from mpi4py import MPI
-
-    from splash_trt.dist.collectives_nccl import NcclCollectives
+    from mpi4py import MPI  # makes a rank of the process that imports it
 
     torch.set_num_threads(1)
-    device = torch.device("cuda", world.rank)
-    collectives = NcclCollectives(MPI.COMM_WORLD, world.watch, device, deadline_s=60.0)
-    gpus = dataclasses.replace(world, collectives=collectives, device=device)
+    gpus: Any = on_gpus(world)
     model = load_config(folder)
     sizes = {"num_ranks": world.size, **SETTINGS, "run_on": "gpu", **config}
     sizes["layout"] = Layout.parse(config.get("layout", "tp"))
@@ -286,7 +281,7 @@ def serve(
     worker.runner.close()
     torch.cuda.synchronize()
     MPI.COMM_WORLD.Barrier()
-    collectives.close()
+    gpus.collectives.close()
     return found
 
 

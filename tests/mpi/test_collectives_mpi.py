@@ -26,6 +26,20 @@ def count_bytes(world: World) -> None:
     collective_cases.check_bytes_sent(world.collectives, world.collectives.bytes_sent, CPU)
 
 
+def run_staged(world: World) -> int:
+    """Every case through copies, as between ranks that share a GPU; how many there were."""
+    from mpi4py import MPI  # importing it at the top would make a rank of the test process
+
+    from splash_trt.dist.collectives_staged import StagedCollectives
+
+    collectives = StagedCollectives(MPI.COMM_WORLD, world.watch, CPU)
+    for case in CASES:
+        case(collectives, CPU)
+    collective_cases.check_bytes_sent(collectives, collectives.bytes_sent, CPU)
+    collectives.close()
+    return len(CASES)
+
+
 def refuse_large(world: World) -> str:
     """The message for more elements than MPI can count; they are never made."""
     too_many = torch.empty(1, dtype=torch.int8).expand(2**31)
@@ -55,6 +69,10 @@ class TestCollectives:
     def test_bytes_sent(self, mpi2: Ranks, mpi4: Ranks) -> None:
         mpi2.run(count_bytes)
         mpi4.run(count_bytes)
+
+
+def test_all_cases_through_copies(mpi4: Ranks) -> None:
+    assert mpi4.run(run_staged) == [len(CASES)] * 4
 
 
 def test_more_elements_than_mpi_counts_are_refused_clearly(mpi2: Ranks) -> None:

@@ -20,7 +20,8 @@ def device(world: World, run_on: str, counts: list[int], ranks_a_node: int) -> s
     node = MPI.COMM_WORLD.Split(world.rank // ranks_a_node)
     real, torch.cuda.device_count = torch.cuda.device_count, lambda: counts[world.rank]
     try:
-        return str(rank_device(MPI.COMM_WORLD, node, run_on))
+        place, sharing = rank_device(MPI.COMM_WORLD, node, run_on)
+        return f"{place} of {sharing}" if sharing > 1 else str(place)
     except ValueError as error:
         return str(error)
     finally:
@@ -37,6 +38,16 @@ def test_a_rank_gets_the_gpu_of_its_number_on_the_node(mpi4: Ranks) -> None:
 def test_all_ranks_come_to_the_same(mpi4: Ranks) -> None:
     assert mpi4.run(device, "auto", [2, 2, 1, 1], 2) == ["cpu"] * 4
     assert mpi4.run(device, "cpu", [4] * 4, 4) == ["cpu"] * 4
+
+
+def test_ranks_that_share_begin_anew_where_gpus_end(mpi4: Ranks) -> None:
+    assert mpi4.run(device, "shared-gpu", [1] * 4, 4) == ["cuda:0 of 4"] * 4
+    assert mpi4.run(device, "shared-gpu", [2, 2, 1, 1], 2) == [f"cuda:{i} of 2" for i in (0, 1, 0, 0)]
+    assert mpi4.run(device, "shared-gpu", [3] * 4, 4) == [f"cuda:{i} of 2" for i in (0, 1, 2, 0)]
+    assert mpi4.run(device, "shared-gpu", [4] * 4, 4) == [f"cuda:{i}" for i in range(4)]
+    said = mpi4.run(device, "shared-gpu", [1, 1, 0, 0], 2)
+    assert all("shared-gpu needs a GPU for each rank, and another node has too few" in text for text in said[:2])
+    assert all("shared-gpu needs a GPU, and this node has none" in text for text in said[2:])
 
 
 def test_a_node_with_too_few_is_named_by_its_ranks(mpi4: Ranks) -> None:

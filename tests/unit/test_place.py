@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,8 @@ class TestChoice:
             ("auto", 0, None, "cpu"),
             ("cpu", 4, 2, "cpu"),
             ("gpu", 2, 2, "gpu"),
+            ("shared-gpu", 1, 4, "gpu"),
+            ("shared-gpu", 4, 2, "gpu"),
         ],
     )
     def test_gpus_where_every_rank_has_one(
@@ -50,9 +53,12 @@ class TestChoice:
         gpus(3)
         with pytest.raises(ValueError, match="^run_on: .*this node has 3 that its 4 ranks may use"):
             place.choose("gpu", 4)
+        gpus(0)
+        with pytest.raises(ValueError, match="^run_on: shared-gpu needs a GPU, and this node has none"):
+            place.choose("shared-gpu", 4)
 
     def test_other_words_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="^run_on: 'tpu' is not one of auto, cpu, gpu"):
+        with pytest.raises(ValueError, match="^run_on: 'tpu' is not one of auto, cpu, gpu, shared-gpu"):
             place.choose("tpu", 1)
         with pytest.raises(ValueError, match="^run_on: 'auto' is not one of cpu, gpu"):
             EngineConfig(run_on="auto")
@@ -63,6 +69,12 @@ class TestChoice:
         found = ThreadWorld(3).run(place.default_arena_bytes)
         assert len(set(found)) == 1 and found[0] % (2 << 20) == 0
         assert 0 <= ((139 << 30) + 12345) * place.MEMORY_SHARE - found[0] < 2 << 20
+
+    def test_ranks_that_share_a_gpu_share_its_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 141 << 30))
+        (alone,) = ThreadWorld(1).run(place.default_arena_bytes)
+        (third,) = ThreadWorld(1).run(lambda world: place.default_arena_bytes(replace(world, ranks_on_device=3)))
+        assert 0 <= alone - 3 * third < 8 << 20
 
     def test_ranks_ask_the_driver_what_their_gpus_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
