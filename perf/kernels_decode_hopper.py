@@ -31,6 +31,8 @@ CASES = (
     (16, torch.float16, 1, 128, False),
     (20, torch.float16, 2, 64, True),
     (32, torch.bfloat16, 2, 64, True),
+    (64, torch.bfloat16, 1, 64, True),
+    (128, torch.float16, 1, 64, False),
 )
 LENGTHS = [0, 1, 63, 64, 65, 600, 15000, 130, 129, 128, 0]
 CHILDREN = 15
@@ -40,7 +42,7 @@ Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 def check_lengths(stages: int, heads: int, dtype: torch.dtype, stride: int, page_tokens: int, overlap: bool) -> None:
     """Against the reference, by several cuts of the contexts."""
-    config = hopper_config(stages)
+    config = hopper_config(stages, heads)
     case = attention(LENGTHS, heads, dtype, 2, 2, stride, page_tokens)
     want = attention_wanted(case)
     checks = Checks()
@@ -53,7 +55,7 @@ def check_lengths(stages: int, heads: int, dtype: torch.dtype, stride: int, page
 def check_many(stages: int) -> None:
     """More programs than run at once, over and over: bit for bit the same, and right."""
     case = attention(torch.randint(0, 1500, (300,)).tolist(), 10, torch.bfloat16, 2, 1)
-    want, config, checks = attention_wanted(case), hopper_config(stages), Checks()
+    want, config, checks = attention_wanted(case), hopper_config(stages, 10), Checks()
     for splits in (1, 3):
         outs = []
         for _ in range(5):
@@ -72,7 +74,7 @@ def check_values(stages: int) -> None:
     checks = Checks()
     for fuse, splits in ((False, 1), (False, 8), (True, 8)):
         out.fill_(torch.nan)
-        options: dict[str, Any] = {"config": hopper_config(stages), "num_splits": splits, "fuse": fuse}
+        options: dict[str, Any] = {"config": hopper_config(stages, 10), "num_splits": splits, "fuse": fuse}
         decode_values(case.q, *index, [w_uv], out, **options)
         checks.see(f"decode_values {fuse} {splits}", torch.bfloat16, ((out, want),))
     assert not checks.failed

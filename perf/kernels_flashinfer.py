@@ -43,7 +43,7 @@ from splash_plugins.grouped_experts.kernel import grouped_experts
 from splash_plugins.mla_attention.decode_kernel import decode
 
 REMEDY = "kernels_flashinfer needs FlashInfer: python -m pip install flashinfer-python"
-HEADS = (10, 20, 64)
+HEADS = (10, 20, 64, 128)
 CONTEXTS = ((1, 600), (1, 15000), (16, 600), (64, 640), (128, 600), (512, 640))  # (queries, tokens of each)
 PROMPTS = {
     "ragged_256": (("1 x 8192, h 10", 8192, 10, FLASH), ("1 x 15000, h 10", 15000, 10, FLASH)),

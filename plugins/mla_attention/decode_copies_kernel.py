@@ -37,12 +37,12 @@ def copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index, 
 @gluon.jit
 def fetch(
     pages, page_stride, row_stride, table, stride, begin, count, rows,
-    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr,
+    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Has the first TILES of `count` tiles fetched into the L2, each by one thread. That rows are written afterwards
-    does no harm: writes take place there."""
+    """Has the first TILES of `count` tiles fetched into the L2, each by one thread of GROUPS warpgroups. That rows
+    are written afterwards does no harm: writes take place there."""
     size: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
-    index = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    index = gl.arange(0, 128 * GROUPS, layout=gl.BlockedLayout([1], [32], [4 * GROUPS], [0]))
     wanted = index < gl.minimum(TILES, count)
     first = (begin + index) * _ROWS
     page = gl.load(table + stride * (first // S), wanted, other=0).to(gl.int64)

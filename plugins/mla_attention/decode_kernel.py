@@ -245,8 +245,10 @@ def choose_config(
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
-def hopper_config(stages: int) -> DecodeConfig:
-    return DecodeConfig(decode_hopper_kernel.MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True)
+def hopper_config(stages: int, heads: int) -> DecodeConfig:
+    block_h = decode_hopper_kernel.choose_block(heads)
+    in_groups = block_h <= decode_hopper_kernel.GROUP_HEADS
+    return DecodeConfig(block_h, TILE_ROWS, 4, stages, 3 - stages if in_groups else 1, hopper=True)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int | None = None) -> DecodeConfig:
@@ -256,7 +258,7 @@ def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
     if decode_hopper_kernel.supports(q, pages, latent):
-        return hopper_config(decode_hopper_kernel.choose_stages(queries))
+        return hopper_config(decode_hopper_kernel.choose_stages(queries, heads), heads)
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
     return choose_config(heads, item, device_shared_bytes(q), is_hopper, queries)
 

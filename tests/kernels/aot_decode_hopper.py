@@ -1,11 +1,11 @@
-"""Hopper's own decode attention, as launched for glm-4.7-flash."""
+"""Hopper's own decode attention, as launched for glm-4.7-flash and deepseek-v3."""
 
 from __future__ import annotations
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS
-from splash_plugins.mla_attention.decode_hopper_kernel import ROPE, decode_hopper_kernel
+from splash_plugins.mla_attention.decode_hopper_kernel import ROPE, choose_block, decode_hopper_kernel
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
@@ -17,6 +17,8 @@ CASES = (
     (16, "fp16", 128, "fp16", 1),
     (20, "bf16", 64, "fp32", 2),
     (32, "bf16", 64, "bf16", 1),
+    (64, "bf16", 64, "bf16", 2),
+    (128, "bf16", 64, "fp32", 2),
 )
 STRIDES = (
     "q_stride",
@@ -36,7 +38,7 @@ def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, stages: in
         types[name] = f"tensordesc<{dtype}[1, {TILE_ROWS}, {columns}],{layout}>"
     types |= dict.fromkeys(("tables", "slot", "first", "length"), "*i32")
     constexprs = {
-        "HEADS": heads, "LATENT": LATENT, "S": page_tokens, "BLOCK_H": 16 if heads <= 16 else 32,
+        "HEADS": heads, "LATENT": LATENT, "S": page_tokens, "BLOCK_H": choose_block(heads),
         "STAGES": stages, "OVERLAP": True,
     }  # fmt: skip
     if out == "fp32":
@@ -45,7 +47,7 @@ def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, stages: in
         constexprs["lse"] = None
     rest = [name for name in decode_hopper_kernel.arg_names if name not in types and name not in constexprs]
     types |= {name: "i64" if name == "page_stride" else "i32" for name in rest}
-    return GluonKernel(decode_hopper_kernel, types, constexprs, {"num_warps": 4}, STRIDES)
+    return GluonKernel(decode_hopper_kernel, types, constexprs, {"num_warps": 8 if heads > 32 else 4}, STRIDES)
 
 
 def kernels(target: Target) -> list[Kernel]:
