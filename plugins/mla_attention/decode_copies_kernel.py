@@ -1,4 +1,5 @@
-"""How decode_hopper_kernel gets the rows of a context into shared memory, tile by tile, by the copy engine (TMA)."""
+"""What Hopper's decode kernels have in common: how rows of a context get into shared memory, tile by tile, by the copy
+engine (TMA), and how a query gets there."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 TILE_ROWS = 64
+ROPE = 64
 _ROWS = gl.constexpr(TILE_ROWS)
+_ROPE = gl.constexpr(ROPE)
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
 
 
@@ -37,12 +40,12 @@ def copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index, 
 @gluon.jit
 def fetch(
     pages, page_stride, row_stride, table, stride, begin, count, rows,
-    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Has the first TILES of `count` tiles fetched into the L2, each by one thread of GROUPS warpgroups. That rows
-    are written afterwards does no harm: writes take place there."""
+    """Has the first TILES of `count` tiles fetched into the L2, each by one thread. That rows are written afterwards
+    does no harm: writes take place there."""
     size: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
-    index = gl.arange(0, 128 * GROUPS, layout=gl.BlockedLayout([1], [32], [4 * GROUPS], [0]))
+    index = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     wanted = index < gl.minimum(TILES, count)
     first = (begin + index) * _ROWS
     page = gl.load(table + stride * (first // S), wanted, other=0).to(gl.int64)
@@ -60,3 +63,34 @@ def fetch(
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def clear(block, live):
+    """Zeros in the rows from `live` on of a block [64, LATENT] in shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    for first in gl.static_range(0, _ROWS, 8):
+        if first + 8 > live:
+            kept = first + gl.arange(0, 8, layout=gl.SliceLayout(1, layout)) < live
+            part = block.slice(first, 8)
+            numbers = part.load(layout)
+            part.store(gl.where(kept[:, None], numbers, gl.zeros_like(numbers)))
+
+
+@gluon.jit
+def load_queries(q, head_stride, first, q_latent, q_rope, HEADS: gl.constexpr):
+    """One query's heads from `first` on into shared memory; zeros past HEADS."""
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
+    LATENT: gl.constexpr = q_latent.shape[1]
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, wide))[None, :]
+    latent = gl.load(q + head * head_stride + column, head < HEADS, other=0)
+    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
+    column = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, narrow))[None, :]
+    rope = gl.load(q + head * head_stride + LATENT + column, head < HEADS, other=0)
+    q_latent.store(latent)
+    q_rope.store(rope)
+    fence_async_shared()
+    meet()

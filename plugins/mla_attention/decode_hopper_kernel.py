@@ -1,11 +1,10 @@
 """Absorbed (decode) attention for Hopper, in Gluon: what decode_kernel does, with copies that are always under way.
 
-A block of threads takes one query, up to 64 heads and a part of the context, in tiles of 64 rows. A tile is copied into
+A block of threads takes one query, up to 32 heads and a part of the context, in tiles of 64 rows. A tile is copied into
 shared memory by the copy engine (TMA), where both products read it: scores, rows by heads, then sums of values, latent
 columns by heads, so that rows and columns fill the tensor cores' long side and heads its short one. One warpgroup does
-all for 32 heads: its products take less time than its copies, and asking for a copy next to none. A second one takes
-the other 32 of 64. Meanwhile the next tile is copied, or, where memory for one alone is taken, the other program's on
-the multiprocessor.
+all: its products take less time than its copies, and asking for a copy next to none. Meanwhile the next tile is copied,
+or, where memory for one alone is taken, the other program's on the multiprocessor.
 
 A tile's rope columns are needed for its scores only; the weights go where they were.
 """
@@ -27,49 +26,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS, copy, fetch, find, meet
+from splash_plugins.mla_attention.decode_copies_kernel import (
+    ROPE,
+    TILE_ROWS,
+    clear,
+    copy,
+    fetch,
+    find,
+    load_queries,
+    meet,
+)
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import BLOCK_HEADS, NUM_WARPS, decode_hopper_wide_kernel
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 # From so many queries on, a multiprocessor has several programs to choose from.
 MANY_QUERIES = 192
-ROPE = 64
-GROUP_HEADS = 32
-"""That a warpgroup takes, at most; its sums are in registers."""
-BLOCK_HEADS = 2 * GROUP_HEADS
+MOST_HEADS = 32
 _ROWS = gl.constexpr(TILE_ROWS)
 _ROPE = gl.constexpr(ROPE)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.constexpr_function
-def _groups(block_h):
-    """Warpgroups of a program."""
-    return max(1, block_h // GROUP_HEADS)
-
-
-@gluon.constexpr_function
-def _products(block_h):
-    """The layout of both products: heads in groups of 32, one for each warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, _groups(block_h)], [16, block_h // _groups(block_h), 16])
-
-
-@gluon.constexpr_function
-def _blocks(columns, block_h):
-    """The layout of blocks that are read and written by rows, `columns` threads to a row."""
-    return gl.BlockedLayout([1, 8], [32 // columns, columns], [4 * _groups(block_h), 1], [1, 0])
-
-
-@gluon.jit
-def _clear(block, live, BLOCK_H: gl.constexpr):
-    """Zeros in the rows from `live` on of a block [64, LATENT] in shared memory."""
-    layout: gl.constexpr = _blocks(32, BLOCK_H)
-    for first in gl.static_range(0, _ROWS, 8):
-        if first + 8 > live:
-            kept = first + gl.arange(0, 8, layout=gl.SliceLayout(1, layout)) < live
-            part = block.slice(first, 8)
-            numbers = part.load(layout)
-            part.store(gl.where(kept[:, None], numbers, gl.zeros_like(numbers)))
 
 
 @gluon.jit
@@ -82,7 +58,7 @@ def _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, inde
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     STAGES: gl.constexpr = latents.shape[0]
-    layout: gl.constexpr = _products(BLOCK_H)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
     stage = index % STAGES
     phase = index // STAGES & 1
     latent = latents.index(stage).reshape([_ROWS, LATENT])
@@ -93,7 +69,7 @@ def _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, inde
     mbarrier.wait(rope_full.index(stage), phase)
     scores = warpgroup_mma(rope, q_rope.permute([1, 0]), scores, is_async=True)
     if live < _ROWS:
-        _clear(latent, live, BLOCK_H)
+        clear(latent, live)
     return scores
 
 
@@ -123,25 +99,6 @@ def _issue_values(weight, sums, latents, ropes, index):
 
 
 @gluon.jit
-def _load_queries(q, head_stride, first, q_latent, q_rope, HEADS: gl.constexpr):
-    """One query's heads from `first` on into shared memory; zeros past HEADS."""
-    BLOCK_H: gl.constexpr = q_latent.shape[0]
-    LATENT: gl.constexpr = q_latent.shape[1]
-    wide: gl.constexpr = _blocks(32, BLOCK_H)
-    narrow: gl.constexpr = _blocks(8, BLOCK_H)
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
-    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, wide))[None, :]
-    latent = gl.load(q + head * head_stride + column, head < HEADS, other=0)
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
-    column = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, narrow))[None, :]
-    rope = gl.load(q + head * head_stride + LATENT + column, head < HEADS, other=0)
-    q_latent.store(latent)
-    q_rope.store(rope)
-    fence_async_shared()
-    meet()
-
-
-@gluon.jit
 def _walk(
     q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
     table, stride, begin, count, live, factor, S: gl.constexpr,
@@ -150,7 +107,7 @@ def _walk(
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     STAGES: gl.constexpr = latents.shape[0]
-    layout: gl.constexpr = _products(BLOCK_H)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
     total = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
     sums = gl.zeros([LATENT, BLOCK_H], gl.float32, layout)
@@ -169,14 +126,14 @@ def _walk(
 
 
 @gluon.jit
-def _finish(top, total, sums, out, head_stride, lse, first, HEADS: gl.constexpr):
-    """Normalises and writes, of the heads from `first` on."""
+def _finish(top, total, sums, out, head_stride, lse, HEADS: gl.constexpr):
+    """Normalises and writes."""
     layout: gl.constexpr = sums.type.layout
     LATENT: gl.constexpr = sums.shape[0]
     BLOCK_H: gl.constexpr = sums.shape[1]
     whole = gl.sum(total, axis=0)
     divisor = gl.where(whole > 0, whole, 1.0)
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, layout))
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, layout))
     column = gl.arange(0, LATENT, layout=gl.SliceLayout(1, layout))
     to = out + head[None, :] * head_stride + column[:, None]
     gl.store(to, (sums / divisor[None, :]).to(out.dtype.element_ty), (head < HEADS)[None, :])
@@ -197,10 +154,7 @@ def decode_hopper_kernel(
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """`latent_rows` and `rope_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64 columns."""
-    head_blocks: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    # Programs that read the same rows are neighbours.
-    query = (gl.program_id(0) // head_blocks).to(gl.int64)
-    first_head = gl.program_id(0) % head_blocks * BLOCK_H
+    query = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
     rows = gl.load(length + query)
     table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
@@ -229,15 +183,14 @@ def decode_hopper_kernel(
     meet()
 
     if OVERLAP:
-        groups: gl.constexpr = _groups(BLOCK_H)
-        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES, groups)
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES)
     wait_for_inputs(OVERLAP)
     if (splits > 1) & (count <= 0):
         return
     for i in gl.static_range(STAGES):
         if i < count:
             copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])
-    _load_queries(q + query * q_stride, q_head_stride, first_head, q_latent, q_rope, HEADS)
+    load_queries(q + query * q_stride, q_head_stride, 0, q_latent, q_rope, HEADS)
 
     top, total, sums = _walk(
         q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
@@ -246,7 +199,7 @@ def decode_hopper_kernel(
     out += query * out_stride + split * out_split_stride
     if lse is not None:
         lse += query * lse_stride + split * lse_split_stride
-    _finish(top, total, sums, out, out_head_stride, lse, first_head, HEADS)
+    _finish(top, total, sums, out, out_head_stride, lse, HEADS)
 
 
 def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
@@ -263,12 +216,7 @@ def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
 def choose_stages(queries: int, heads: int) -> int:
     """Tiles that a program's shared memory holds, as measured on an H200: 1 lets two programs of up to 32 heads share a
     multiprocessor, 2 let one copy while it computes. A third gains nothing."""
-    return 1 if queries >= MANY_QUERIES and heads <= GROUP_HEADS else 2
-
-
-def choose_block(heads: int) -> int:
-    """Heads of a program."""
-    return 16 if heads <= 16 else GROUP_HEADS if heads <= GROUP_HEADS else BLOCK_HEADS
+    return 1 if queries >= MANY_QUERIES and heads <= MOST_HEADS else 2
 
 
 def _descriptor(pages: torch.Tensor, columns: int) -> TensorDescriptor:
@@ -291,16 +239,22 @@ def launch(
     stages: int,
 ) -> None:
     """Attention to the parts of the contexts, in tiles of TILE_ROWS rows, as decode_kernel.decode launches it: part
-    [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says; stages 1 or 2."""
+    [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says; stages 1 or 2, 2 for more than 32
+    heads."""
     queries, heads, _ = q.shape
-    block_h = choose_block(heads)
-    decode_hopper_kernel[(queries * triton.cdiv(heads, block_h), part.shape[1])](
+    if heads <= MOST_HEADS:
+        kernel, programs, warps = decode_hopper_kernel, queries, 4
+        cut = {"BLOCK_H": 16 if heads <= 16 else MOST_HEADS, "STAGES": stages}
+    else:
+        kernel, cut, warps = decode_hopper_wide_kernel, {}, NUM_WARPS
+        programs = queries * triton.cdiv(heads, BLOCK_HEADS)
+    kernel[(programs, part.shape[1])](
         q, q.stride(0), q.stride(1),
         _descriptor(pages, latent), _descriptor(pages, ROPE), pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
         slot, first, length, stride, part.shape[1], scale,
         part, part.stride(0), part.stride(1), part.stride(2),
         part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
-        HEADS=heads, LATENT=latent, S=pages.shape[1], BLOCK_H=block_h, STAGES=stages,
-        num_warps=4 * _groups(block_h), **overlap(q),
+        HEADS=heads, LATENT=latent, S=pages.shape[1], **cut,
+        num_warps=warps, **overlap(q),
     )  # fmt: skip

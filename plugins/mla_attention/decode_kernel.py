@@ -22,6 +22,8 @@ import triton.language as tl
 
 from splash_plugins.mla_attention import decode_hopper_kernel
 from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS
+from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import BLOCK_HEADS, NUM_WARPS, STAGES
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -246,9 +248,9 @@ def choose_config(
 
 
 def hopper_config(stages: int, heads: int) -> DecodeConfig:
-    block_h = decode_hopper_kernel.choose_block(heads)
-    in_groups = block_h <= decode_hopper_kernel.GROUP_HEADS
-    return DecodeConfig(block_h, TILE_ROWS, 4, stages, 3 - stages if in_groups else 1, hopper=True)
+    if heads <= MOST_HEADS:
+        return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True)
+    return DecodeConfig(BLOCK_HEADS, TILE_ROWS, NUM_WARPS, STAGES, 1, hopper=True)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int | None = None) -> DecodeConfig:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS
-from splash_plugins.mla_attention.decode_hopper_kernel import ROPE, choose_block, decode_hopper_kernel
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, TILE_ROWS
+from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, decode_hopper_kernel
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, decode_hopper_wide_kernel
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
@@ -37,17 +40,18 @@ def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, stages: in
     for name, columns in (("latent_rows", LATENT), ("rope_rows", ROPE)):
         types[name] = f"tensordesc<{dtype}[1, {TILE_ROWS}, {columns}],{layout}>"
     types |= dict.fromkeys(("tables", "slot", "first", "length"), "*i32")
-    constexprs = {
-        "HEADS": heads, "LATENT": LATENT, "S": page_tokens, "BLOCK_H": choose_block(heads),
-        "STAGES": stages, "OVERLAP": True,
-    }  # fmt: skip
+    constexprs: dict[str, Any] = {"HEADS": heads, "LATENT": LATENT, "S": page_tokens, "OVERLAP": True}
+    few = heads <= MOST_HEADS
+    kernel = decode_hopper_kernel if few else decode_hopper_wide_kernel
+    if few:
+        constexprs |= {"BLOCK_H": 16 if heads <= 16 else MOST_HEADS, "STAGES": stages}
     if out == "fp32":
         types["lse"] = "*fp32"
     else:
         constexprs["lse"] = None
-    rest = [name for name in decode_hopper_kernel.arg_names if name not in types and name not in constexprs]
+    rest = [name for name in kernel.arg_names if name not in types and name not in constexprs]
     types |= {name: "i64" if name == "page_stride" else "i32" for name in rest}
-    return GluonKernel(decode_hopper_kernel, types, constexprs, {"num_warps": 8 if heads > 32 else 4}, STRIDES)
+    return GluonKernel(kernel, types, constexprs, {"num_warps": 4 if few else NUM_WARPS}, STRIDES)
 
 
 def kernels(target: Target) -> list[Kernel]:
