@@ -142,12 +142,12 @@ def _finish(top, total, sums, out, head_stride, lse, HEADS: gl.constexpr):
         gl.store(lse + head, sum_lse, head < HEADS)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
 def decode_hopper_kernel(
     q, q_stride, q_head_stride,
     latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, scale,
+    slot, first, length, stride, splits, least, scale,
     out, out_stride, out_split_stride, out_head_stride,
     lse, lse_stride, lse_split_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
@@ -159,7 +159,7 @@ def decode_hopper_kernel(
     rows = gl.load(length + query)
     table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
     tiles = gl.cdiv(rows, _ROWS)
-    share = gl.cdiv(tiles, splits)
+    share = gl.maximum(gl.cdiv(tiles, splits), least)
     begin = split * share
     count = gl.minimum(begin + share, tiles) - begin
     live = rows - begin * _ROWS  # rows of the first tile and those after it
@@ -237,10 +237,11 @@ def launch(
     part: torch.Tensor,
     part_lse: torch.Tensor | None,
     stages: int,
+    least_tiles: int,
 ) -> None:
-    """Attention to the parts of the contexts, in tiles of TILE_ROWS rows, as decode_kernel.decode launches it: part
-    [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says; stages 1 or 2, 2 for more than 32
-    heads."""
+    """Attention to the parts of the contexts, of at least `least_tiles` tiles of TILE_ROWS rows, as
+    decode_kernel.decode launches it: part [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says;
+    stages 1 or 2, 2 for more than 32 heads."""
     queries, heads, _ = q.shape
     if heads <= MOST_HEADS:
         kernel, programs, warps = decode_hopper_kernel, queries, 4
@@ -252,7 +253,7 @@ def launch(
         q, q.stride(0), q.stride(1),
         _descriptor(pages, latent), _descriptor(pages, ROPE), pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
-        slot, first, length, stride, part.shape[1], scale,
+        slot, first, length, stride, part.shape[1], least_tiles, scale,
         part, part.stride(0), part.stride(1), part.stride(2),
         part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
         HEADS=heads, LATENT=latent, S=pages.shape[1], **cut,

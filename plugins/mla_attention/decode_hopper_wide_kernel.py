@@ -123,12 +123,12 @@ def _finish(top, total, sums, out, head_stride, lse, first, HEADS: gl.constexpr)
     gl.store(to, sums.to(out.dtype.element_ty), (head < HEADS)[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
 def decode_hopper_wide_kernel(
     q, q_stride, q_head_stride,
     latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, scale,
+    slot, first, length, stride, splits, least, scale,
     out, out_stride, out_split_stride, out_head_stride,
     lse, lse_stride, lse_split_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, OVERLAP: gl.constexpr,
@@ -141,7 +141,7 @@ def decode_hopper_wide_kernel(
     rows = gl.load(length + query)
     table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
     tiles = gl.cdiv(rows, _ROWS)
-    share = gl.cdiv(tiles, splits)
+    share = gl.maximum(gl.cdiv(tiles, splits), least)
     begin = split * share
     count = gl.minimum(begin + share, tiles) - begin
     live = rows - begin * _ROWS  # rows of the first tile and those after it

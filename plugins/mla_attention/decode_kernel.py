@@ -31,6 +31,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Parts of a context that the merge reads at a time, at most, and numbers of them all.
 MERGE_BLOCK = 16
 MERGE_NUMBERS = 2048
+# Of one context; half of it where there are several.
+MOST_PARTS = 64
 # From so many queries on, several programs have to share a multiprocessor.
 MANY_QUERIES = 32
 # Rows that a program asks the L2 for while the kernel before it ends.
@@ -102,18 +104,19 @@ def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, P
     return new_top, total * fade + tl.sum(weight, 0), new_sums
 
 
-@triton.jit(do_not_specialize=["table_stride", "stride", "splits", "lse_stride", "lse_split_stride"])
+@triton.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
 def decode_kernel(
     q, q_stride, q_head_stride,
     pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, scale,
+    slot, first, length, stride, splits, least, scale,
     out, out_stride, out_split_stride, out_head_stride,
     lse, lse_stride, lse_split_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr = 1, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
+    """Contexts in up to `splits` parts of at least `least` tiles."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     query = (tl.program_id(0) // head_blocks).to(tl.int64)
     split = tl.program_id(1)
@@ -121,7 +124,7 @@ def decode_kernel(
     rows = tl.load(length + query)
     table = tables + tl.load(slot + query).to(tl.int64) * table_stride + tl.load(first + query)
     tiles = tl.cdiv(rows, BLOCK_N)
-    share = tl.cdiv(tiles, splits)
+    share = tl.maximum(tl.cdiv(tiles, splits), least)
     tile = split * share
     end = tl.minimum(tile + share, tiles)
     page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
@@ -170,9 +173,9 @@ def decode_kernel(
         tl.store(lse + query * lse_stride + split * lse_split_stride + head, sum_lse, mask=head_live)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "least"])
 def merge_kernel(
-    partial, partial_lse, length, splits,
+    partial, partial_lse, length, splits, least,
     out, out_stride, out_head_stride,
     lse, lse_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -183,7 +186,7 @@ def merge_kernel(
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
     tiles = tl.cdiv(tl.load(length + query), BLOCK_N)
-    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), least))
     first = query * splits * HEADS + head
     wait_for_inputs(OVERLAP)
     top = -float("inf")
@@ -223,7 +226,9 @@ class DecodeConfig:
     parts: int = 1
     """Blocks that a row's latent columns are taken in."""
     hopper: bool = False
-    """By Hopper's own kernel (decode_hopper_kernel.py)."""
+    """By Hopper's own kernels (decode_hopper_kernel.py)."""
+    least_tiles: int = 1
+    """Of a part of a context, where there are so many."""
 
 
 def choose_config(
@@ -247,10 +252,13 @@ def choose_config(
     return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
 
 
-def hopper_config(stages: int, heads: int) -> DecodeConfig:
+def hopper_config(stages: int, heads: int, queries: int = 1) -> DecodeConfig:
+    """Measured on an H200: the second tile of a part comes at next to no cost, as both are under way at once, and fewer
+    parts are merged sooner, but for a query or two. With 16 a third tile pays too."""
+    least = 1 if queries <= 2 else 2 if queries < 16 else 3
     if heads <= MOST_HEADS:
-        return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True)
-    return DecodeConfig(BLOCK_HEADS, TILE_ROWS, NUM_WARPS, STAGES, 1, hopper=True)
+        return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True, least_tiles=least)
+    return DecodeConfig(BLOCK_HEADS, TILE_ROWS, NUM_WARPS, STAGES, 1, hopper=True, least_tiles=least)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int | None = None) -> DecodeConfig:
@@ -260,7 +268,7 @@ def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1, 1)
     if decode_hopper_kernel.supports(q, pages, latent):
-        return hopper_config(decode_hopper_kernel.choose_stages(queries, heads), heads)
+        return hopper_config(decode_hopper_kernel.choose_stages(queries, heads), heads, queries)
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
     return choose_config(heads, item, device_shared_bytes(q), is_hopper, queries)
 
@@ -274,8 +282,9 @@ def device_shared_bytes(x: torch.Tensor) -> int:
 
 def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:
     """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once; no
-    more than half as many as there are multiprocessors, since all have to be merged."""
-    return max(1, min(most_tiles, num_sms // 2, config.programs_per_sm * num_sms // programs))
+    more than MOST_PARTS, since all have to be merged."""
+    most = MOST_PARTS if programs == 1 else MOST_PARTS // 2
+    return max(1, min(most_tiles, most, config.programs_per_sm * num_sms // programs))
 
 
 def decode(
@@ -364,14 +373,14 @@ def _launch(
 ) -> None:
     if config.hopper:
         index = (tables, slot, first, length, stride, latent, scale)
-        decode_hopper_kernel.launch(q, pages, *index, part, part_lse, config.num_stages)
+        decode_hopper_kernel.launch(q, pages, *index, part, part_lse, config.num_stages, config.least_tiles)
         return
     queries, heads, width = q.shape
     decode_kernel[(queries * triton.cdiv(heads, config.block_h), part.shape[1])](
         q, q.stride(0), q.stride(1),
         pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
-        slot, first, length, stride, part.shape[1], scale,
+        slot, first, length, stride, part.shape[1], config.least_tiles, scale,
         part, part.stride(0), part.stride(1), part.stride(2),
         part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
         HEADS=heads, LATENT=latent, ROPE=width - latent, S=pages.shape[1],
@@ -394,7 +403,7 @@ def _merge(
     at_once = min(MERGE_BLOCK, triton.next_power_of_2(num_splits))
     block = min(512, MERGE_NUMBERS // at_once, triton.next_power_of_2(latent))
     merge_kernel[(queries, heads, triton.cdiv(latent, block))](
-        part, part_lse, length, num_splits,
+        part, part_lse, length, num_splits, config.least_tiles,
         out, out.stride(0), out.stride(1),
         lse, lse.stride(0) if lse is not None else 0,
         HEADS=heads, LATENT=latent, BLOCK_N=config.block_n,

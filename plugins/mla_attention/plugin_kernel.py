@@ -31,7 +31,7 @@ def mla_attention_plugin(
         q=q, q_stride=HEADS * WIDTH, q_head_stride=WIDTH,
         pages=pool + LAYER * S * WIDTH, page_stride=LAYERS * S * WIDTH, row_stride=WIDTH,
         tables=tables, table_stride=columns, slot=slot, first=first, length=length,
-        stride=STRIDE, splits=1, scale=SCALE,
+        stride=STRIDE, splits=1, least=1, scale=SCALE,
         out=out, out_stride=HEADS * LATENT, out_split_stride=0, out_head_stride=LATENT,
         lse=lse, lse_stride=HEADS, lse_split_stride=0,
         HEADS=HEADS, LATENT=LATENT, ROPE=ROPE, S=S,

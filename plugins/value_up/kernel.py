@@ -62,22 +62,23 @@ def value_up_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=(a < queries)[:, None] & (column < VALUE)[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "splits"])
+@triton.jit(do_not_specialize=["queries", "splits", "least"])
 def merge_up_kernel(
-    partial, partial_lse, length, splits, w_uv, out, out_stride, out_head_stride, queries, first_head,
+    partial, partial_lse, length, splits, least, w_uv, out, out_stride, out_head_stride, queries, first_head,
     HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partial [A, splits, HEADS, L] and partial_lse [A, splits, HEADS] as decode_kernel wrote them, in tiles of
-    BLOCK_N rows, to out. Weights are of heads from first_head on. SPLITS is a power of 2, not below splits."""
+    """partial [A, splits, HEADS, L] and partial_lse [A, splits, HEADS] as decode_kernel wrote them, in parts of `least`
+    tiles of BLOCK_N rows or more, to out. Weights are of heads from first_head on. SPLITS is a power of 2, not below
+    splits."""
     head = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     latent = tl.arange(0, BLOCK_L)
     w = _weights(w_uv, head, column, latent, VALUE, LATENT)
     a = tl.program_id(2) * BLOCK_A + tl.arange(0, BLOCK_A)
     tiles = tl.cdiv(tl.load(length + a, mask=a < queries, other=0), BLOCK_N)
-    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), least))
     first = a.to(tl.int64) * splits * HEADS + first_head + head
     wait_for_inputs(OVERLAP)
     split = tl.arange(0, SPLITS)[None, :]
@@ -128,7 +129,7 @@ def merge_up(
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
     length: torch.Tensor,
-    tile_rows: int,
+    config: DecodeConfig,
     w_uv: torch.Tensor,
     first_head: int,
     out: torch.Tensor,
@@ -136,16 +137,17 @@ def merge_up(
     block_v: int | None = None,
     parts: int = PARTS,
 ) -> None:
-    """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, in tiles of
-    `tile_rows` of length [A] rows; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
+    """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, of length
+    [A] rows, cut by config; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
     queries, splits, all_heads, num_latent = partial.shape
     heads, value = w_uv.shape[:2]
     block_a = min(4, triton.next_power_of_2(queries))
     block_l = max(16, triton.next_power_of_2(num_latent))
     block_v = block_v or merge_columns(block_l * w_uv.element_size(), device_shared_bytes(w_uv))
     merge_up_kernel[(triton.cdiv(value, block_v), heads, triton.cdiv(queries, block_a))](
-        partial, partial_lse, length, splits, w_uv, out, out.stride(0), out.stride(1), queries, first_head,
-        HEADS=all_heads, LATENT=num_latent, VALUE=value, BLOCK_N=tile_rows,
+        partial, partial_lse, length, splits, config.least_tiles,
+        w_uv, out, out.stride(0), out.stride(1), queries, first_head,
+        HEADS=all_heads, LATENT=num_latent, VALUE=value, BLOCK_N=config.block_n,
         BLOCK_A=block_a, BLOCK_S=parts // block_a, SPLITS=triton.next_power_of_2(splits),
         BLOCK_L=block_l, BLOCK_V=block_v,
         num_warps=8, **overlap(partial),
@@ -182,7 +184,7 @@ def decode_values(
     if fuse and num_splits > 1:
         parts = attention_parts(q, *index, config, num_splits)
         for w in w_uv:
-            merge_up(*parts, length, config.block_n, w, heads, out[:, heads : heads + len(w)])
+            merge_up(*parts, length, config, w, heads, out[:, heads : heads + len(w)])
             heads += len(w)
         return
     latents = q.new_empty((*q.shape[:2], latent))

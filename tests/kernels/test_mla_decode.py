@@ -160,8 +160,16 @@ def test_repeats_bit_for_bit(device: str) -> None:
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
+@pytest.mark.parametrize("least", [2, 3])
+def test_parts_of_several_tiles(device: str, least: int) -> None:
+    """Fewer parts than splits, and the last one shorter; contexts of less than a part, and none."""
+    case = make([150, 64, 90, 1, 0, 16, 33], device=device)
+    check(case, 3, config=replace(CONFIG, least_tiles=least), num_splits=5)
+
+
 def test_splits_fill_the_device_and_no_more() -> None:
-    assert choose_splits(1, 1000, CONFIG, 132) == 66
+    assert choose_splits(1, 1000, CONFIG, 132) == 64
+    assert choose_splits(2, 1000, CONFIG, 132) == 32
     assert choose_splits(1, 10, CONFIG, 132) == 10
     assert choose_splits(16, 1000, CONFIG, 132) == 8
     assert choose_splits(512, 1000, CONFIG, 132) == 1
@@ -184,7 +192,7 @@ def test_hopper(device: str, stages: int, heads: int, dtype: torch.dtype, stride
     assert decode_hopper_kernel.supports(case.q, case.pages, case.latent)
     want, want_lse = replace(case, q=case.q.float(), pages=case.pages.float()).run(decode_reference.decode, heads)
     for splits in (1, 3, 40):
-        out, lse = case.run(decode, heads, config=hopper_config(stages, heads), num_splits=splits)
+        out, lse = case.run(decode, heads, config=hopper_config(stages, heads, splits), num_splits=splits)
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse, want_lse, rtol=2e-3, atol=2e-3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,10 +29,10 @@ def test_value_up(device: str, queries: int, heads: int, latent: int, value: int
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [None, 1, 2, 7, 40])
+@pytest.mark.parametrize("splits, least", [(None, 1), (1, 1), (2, 1), (7, 1), (7, 3), (40, 2)])
 @pytest.mark.parametrize("fuse", [None, False, True])
 @pytest.mark.parametrize("lengths", [[], [200], [0, 130, 1], [0, 1, 63, 64, 65, 300, 0]])
-def test_decode_values(device: str, lengths: list[int], fuse: bool | None, splits: int | None) -> None:
+def test_decode_values(device: str, lengths: list[int], fuse: bool | None, splits: int | None, least: int) -> None:
     """Heads in two blocks."""
     case = make(lengths, heads=5, device=device)
     g = torch.Generator().manual_seed(1)
@@ -38,6 +40,6 @@ def test_decode_values(device: str, lengths: list[int], fuse: bool | None, split
     got, want = (torch.full((len(lengths), 6, 40), -77.0, device=device) for _ in range(2))
     index = (case.q, case.pages, case.tables, case.slot, case.first, case.length, case.stride, case.latent, SCALE)
     reference.decode_values(*index, w, want[:, :5])
-    decode_values(*index, w, got[:, :5], config=CONFIG, num_splits=splits, fuse=fuse)
+    decode_values(*index, w, got[:, :5], config=replace(CONFIG, least_tiles=least), num_splits=splits, fuse=fuse)
     assert want.isfinite().all()
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
