@@ -1,5 +1,5 @@
-"""What Hopper's decode kernels have in common: how rows of a context get into shared memory, tile by tile, by the copy
-engine (TMA), and how a query gets there."""
+"""What Hopper's decode kernels have in common: where rows of a context lie, tile by tile, and what is done to them
+before they are copied into shared memory, and after."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -8,48 +8,31 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-TILE_ROWS = 64
 ROPE = 64
-_ROWS = gl.constexpr(TILE_ROWS)
-_ROPE = gl.constexpr(ROPE)
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
 
 
 @gluon.jit
-def find(table, stride, tile, exists, S: gl.constexpr):
-    """Page of a tile, and the tile's first row in it."""
-    row = tile * _ROWS
+def find(table, stride, tile, exists, S: gl.constexpr, ROWS: gl.constexpr):
+    """Page of a tile of ROWS rows, and the tile's first row in it."""
+    row = tile * ROWS
     return gl.load(table + stride * (row // S), exists, other=0), row % S
-
-
-@gluon.jit
-def copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index, place):
-    """Asks for the tile that is `index`th in this program: its latent columns, and those of rope."""
-    LATENT: gl.constexpr = latents.shape[3]
-    stage = index % latents.shape[0]
-    full = latent_full.index(stage)
-    mbarrier.expect(full, latent_rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(latent_rows, [place[0], place[1], 0], full, latents.index(stage))
-    full = rope_full.index(stage)
-    mbarrier.expect(full, rope_rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(rope_rows, [place[0], place[1], LATENT], full, ropes.index(stage))
 
 
 @gluon.jit
 def fetch(
     pages, page_stride, row_stride, table, stride, begin, count, rows,
-    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr,
+    S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Has the first TILES of `count` tiles fetched into the L2, each by one thread. That rows are written afterwards
-    does no harm: writes take place there."""
+    """Has the first TILES of `count` tiles of ROWS rows fetched into the L2, each by one thread. That rows are written
+    afterwards does no harm: writes take place there."""
     size: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
     index = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     wanted = index < gl.minimum(TILES, count)
-    first = (begin + index) * _ROWS
+    first = (begin + index) * ROWS
     page = gl.load(table + stride * (first // S), wanted, other=0).to(gl.int64)
-    num_bytes = gl.where(wanted, gl.minimum(rows - first, _ROWS) * (WIDTH * size), 0)
+    num_bytes = gl.where(wanted, gl.minimum(rows - first, ROWS) * (WIDTH * size), 0)
     gl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
@@ -67,30 +50,12 @@ def fetch(
 
 @gluon.jit
 def clear(block, live):
-    """Zeros in the rows from `live` on of a block [64, LATENT] in shared memory."""
+    """Zeros in the rows from `live` on of a block [rows, columns] in shared memory."""
+    ROWS: gl.constexpr = block.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    for first in gl.static_range(0, _ROWS, 8):
+    for first in gl.static_range(0, ROWS, 8):
         if first + 8 > live:
             kept = first + gl.arange(0, 8, layout=gl.SliceLayout(1, layout)) < live
             part = block.slice(first, 8)
             numbers = part.load(layout)
             part.store(gl.where(kept[:, None], numbers, gl.zeros_like(numbers)))
-
-
-@gluon.jit
-def load_queries(q, head_stride, first, q_latent, q_rope, HEADS: gl.constexpr):
-    """One query's heads from `first` on into shared memory; zeros past HEADS."""
-    BLOCK_H: gl.constexpr = q_latent.shape[0]
-    LATENT: gl.constexpr = q_latent.shape[1]
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
-    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, wide))[None, :]
-    latent = gl.load(q + head * head_stride + column, head < HEADS, other=0)
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
-    column = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, narrow))[None, :]
-    rope = gl.load(q + head * head_stride + LATENT + column, head < HEADS, other=0)
-    q_latent.store(latent)
-    q_rope.store(rope)
-    fence_async_shared()
-    meet()

@@ -21,31 +21,61 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splash_plugins.mla_attention.decode_copies_kernel import (
-    ROPE,
-    TILE_ROWS,
-    clear,
-    copy,
-    fetch,
-    find,
-    load_queries,
-    meet,
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import (
+    BLOCK_HEADS,
+    NUM_WARPS,
+    WIDE_ROWS,
+    decode_hopper_wide_kernel,
 )
-from splash_plugins.mla_attention.decode_hopper_wide_kernel import BLOCK_HEADS, NUM_WARPS, decode_hopper_wide_kernel
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 # From so many queries on, a multiprocessor has several programs to choose from.
 MANY_QUERIES = 192
 MOST_HEADS = 32
+TILE_ROWS = 64
 _ROWS = gl.constexpr(TILE_ROWS)
 _ROPE = gl.constexpr(ROPE)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index, place):
+    """Asks for the tile that is `index`th in this program: its latent columns, and those of rope."""
+    LATENT: gl.constexpr = latents.shape[3]
+    stage = index % latents.shape[0]
+    full = latent_full.index(stage)
+    mbarrier.expect(full, latent_rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(latent_rows, [place[0], place[1], 0], full, latents.index(stage))
+    full = rope_full.index(stage)
+    mbarrier.expect(full, rope_rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(rope_rows, [place[0], place[1], LATENT], full, ropes.index(stage))
+
+
+@gluon.jit
+def _load_queries(q, head_stride, first, q_latent, q_rope, HEADS: gl.constexpr):
+    """One query's heads from `first` on into shared memory; zeros past HEADS."""
+    BLOCK_H: gl.constexpr = q_latent.shape[0]
+    LATENT: gl.constexpr = q_latent.shape[1]
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, wide))[None, :]
+    latent = gl.load(q + head * head_stride + column, head < HEADS, other=0)
+    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
+    column = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, narrow))[None, :]
+    rope = gl.load(q + head * head_stride + LATENT + column, head < HEADS, other=0)
+    q_latent.store(latent)
+    q_rope.store(rope)
+    fence_async_shared()
+    meet()
 
 
 @gluon.jit
@@ -112,7 +142,7 @@ def _walk(
     total = gl.zeros([_ROWS, BLOCK_H], gl.float32, layout)
     sums = gl.zeros([LATENT, BLOCK_H], gl.float32, layout)
     for index in range(count):
-        place = find(table, stride, begin + index + STAGES, index + STAGES < count, S)
+        place = find(table, stride, begin + index + STAGES, index + STAGES < count, S, _ROWS)
         scores = _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live)
         scores = warpgroup_mma_wait(0, deps=[scores])
         top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
@@ -120,7 +150,7 @@ def _walk(
         sums = warpgroup_mma_wait(0, deps=[sums])
         meet()  # all are done with the tile whose place the next one takes
         if index + STAGES < count:
-            copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index + STAGES, place)
+            _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index + STAGES, place)
         live -= _ROWS
     return top, total, sums
 
@@ -165,7 +195,7 @@ def decode_hopper_kernel(
     live = rows - begin * _ROWS  # rows of the first tile and those after it
     places = ()
     for i in gl.static_range(STAGES):
-        place = find(table, stride, begin + i, i < count, S)
+        place = find(table, stride, begin + i, i < count, S, _ROWS)
         places = places + (place,)  # type: ignore[assignment]
 
     dtype: gl.constexpr = q.dtype.element_ty
@@ -183,14 +213,14 @@ def decode_hopper_kernel(
     meet()
 
     if OVERLAP:
-        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES)
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES, _ROWS)
     wait_for_inputs(OVERLAP)
     if (splits > 1) & (count <= 0):
         return
     for i in gl.static_range(STAGES):
         if i < count:
-            copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])
-    load_queries(q + query * q_stride, q_head_stride, 0, q_latent, q_rope, HEADS)
+            _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])
+    _load_queries(q + query * q_stride, q_head_stride, 0, q_latent, q_rope, HEADS)
 
     top, total, sums = _walk(
         q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
@@ -203,14 +233,22 @@ def decode_hopper_kernel(
 
 
 def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
-    """Whether `launch` below can do it: Hopper, 16-bit types, pages of whole tiles, aligned rows."""
+    """Whether `launch` below can do it: Hopper, 16-bit types, pages of whole tiles, aligned rows; aligned queries and
+    enough latent columns too, where a program takes 64 heads."""
     if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
     if q.element_size() != 2 or not q.is_floating_point():
         return False
     whole = latent in (64, 128, 256, 512) and q.shape[2] - latent == ROPE and pages.shape[1] % TILE_ROWS == 0
-    aligned = pages.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in pages.stride()[:-1])
-    return whole and aligned and len(pages) > 0 and pages.stride(-1) == 1
+    if q.shape[1] > MOST_HEADS and (latent < 128 or not _is_aligned(q)):
+        return False
+    return whole and len(pages) > 0 and _is_aligned(pages)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can read it, of 16-bit numbers."""
+    strides = tensor.stride()
+    return tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:-1]) and strides[-1] == 1
 
 
 def choose_stages(queries: int, heads: int) -> int:
@@ -219,9 +257,10 @@ def choose_stages(queries: int, heads: int) -> int:
     return 1 if queries >= MANY_QUERIES and heads <= MOST_HEADS else 2
 
 
-def _descriptor(pages: torch.Tensor, columns: int) -> TensorDescriptor:
+def _descriptor(tensor: torch.Tensor, num_rows: int, columns: int) -> TensorDescriptor:
+    """Of pages [P, S, W], or of queries [A, H, W]."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, TILE_ROWS, columns], layout)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, num_rows, columns], layout)
 
 
 def launch(
@@ -239,23 +278,28 @@ def launch(
     stages: int,
     least_tiles: int,
 ) -> None:
-    """Attention to the parts of the contexts, of at least `least_tiles` tiles of TILE_ROWS rows, as
-    decode_kernel.decode launches it: part [A, splits, H, L], part_lse [A, splits, H] float32. For what `supports` says;
-    stages 1 or 2, 2 for more than 32 heads."""
+    """Attention to the parts of the contexts, of at least `least_tiles` tiles of TILE_ROWS rows, or WIDE_ROWS for more
+    than 32 heads, as decode_kernel.decode launches it: part [A, splits, H, L], part_lse [A, splits, H] float32. For
+    what `supports` says; stages 1 or 2, for up to 32 heads."""
     queries, heads, _ = q.shape
-    if heads <= MOST_HEADS:
-        kernel, programs, warps = decode_hopper_kernel, queries, 4
-        cut = {"BLOCK_H": 16 if heads <= 16 else MOST_HEADS, "STAGES": stages}
-    else:
-        kernel, cut, warps = decode_hopper_wide_kernel, {}, NUM_WARPS
-        programs = queries * triton.cdiv(heads, BLOCK_HEADS)
-    kernel[(programs, part.shape[1])](
-        q, q.stride(0), q.stride(1),
-        _descriptor(pages, latent), _descriptor(pages, ROPE), pages, pages.stride(0), pages.stride(1),
+    rest = (
+        pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
         slot, first, length, stride, part.shape[1], least_tiles, scale,
         part, part.stride(0), part.stride(1), part.stride(2),
         part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
-        HEADS=heads, LATENT=latent, S=pages.shape[1], **cut,
-        num_warps=warps, **overlap(q),
     )  # fmt: skip
+    if heads <= MOST_HEADS:
+        decode_hopper_kernel[(queries, part.shape[1])](
+            q, q.stride(0), q.stride(1),
+            _descriptor(pages, TILE_ROWS, latent), _descriptor(pages, TILE_ROWS, ROPE), *rest,
+            HEADS=heads, LATENT=latent, S=pages.shape[1], BLOCK_H=16 if heads <= 16 else MOST_HEADS, STAGES=stages,
+            num_warps=4, **overlap(q),
+        )  # fmt: skip
+    else:
+        decode_hopper_wide_kernel[(queries * triton.cdiv(heads, BLOCK_HEADS), part.shape[1])](
+            _descriptor(q, BLOCK_HEADS, latent // 2), _descriptor(q, BLOCK_HEADS, ROPE),
+            _descriptor(pages, WIDE_ROWS, latent // 2), _descriptor(pages, WIDE_ROWS, ROPE), *rest,
+            HEADS=heads, LATENT=latent, S=pages.shape[1],
+            num_warps=NUM_WARPS, **overlap(q),
+        )  # fmt: skip

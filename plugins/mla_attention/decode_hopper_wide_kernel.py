@@ -1,11 +1,18 @@
-"""Absorbed (decode) attention for Hopper with many heads, in Gluon: as decode_hopper_kernel, but by 64 heads a program.
+"""Absorbed (decode) attention for Hopper with many heads, in Gluon: 64 a program, with the warps' work cut by hand.
 
-64 heads fill the tensor cores' long side, so they take it, and a context's rows or latent columns the other, in which
-two warpgroups share: 32 of a tile's rows each for the scores, 256 of the columns each for the sums of values, which 64
-heads' worth of registers can hold. So shared memory is read less than with heads on the short side: there every
-product of 32 heads would read the tile again.
+64 heads fill the tensor cores' long side, so they take it, and a context's rows or latent columns the other. A warp
+copies tiles of 32 rows into shared memory, four stages ahead (TMA). Two warpgroups use them in turns: warpgroup w has
+the scores and the softmax of tiles w, w + 2, w + 4, ..., and of all tiles the sums of values of its half of the latent
+columns, since one alone has registers for 256 of them with 64 heads. So each hands the other its tiles' weights, and
+while one softmaxes, the other's products fill the tensor cores (the seesaw of FlashMLA's dense kernel for Hopper).
 
-A tile's weights take the place of its rope columns; two tiles are in shared memory, one being copied.
+What is handed over with a tile lies in shared memory too, and lives as long as its stage: its weights, in the place of
+its rope columns; the largest scores so far, which the next tile's softmax begins with; and by what the sums before this
+tile are scaled ("fade"). Barriers of a stage, in the order in which a tile passes them:
+
+  full    the copy has landed
+  ready   its owner's weights are there, and the rows past the context's end cleared
+  empty   both warpgroups have added its values
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -18,124 +25,305 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from splash_plugins.mla_attention.decode_copies_kernel import (
-    ROPE,
-    TILE_ROWS,
-    clear,
-    copy,
-    fetch,
-    find,
-    load_queries,
-    meet,
-)
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet
 from splash_plugins.overlap_kernel import wait_for_inputs
 
 BLOCK_HEADS = 64
-STAGES = 2
-NUM_WARPS = 8
+WIDE_ROWS = 32  # rows a tile
+STAGES = 4
+NUM_WARPS = 4  # of a warpgroup
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
 _HEADS = gl.constexpr(BLOCK_HEADS)
 _STAGES = gl.constexpr(STAGES)
-_ROWS = gl.constexpr(TILE_ROWS)
+_ROWS = gl.constexpr(WIDE_ROWS)
 _ROPE = gl.constexpr(ROPE)
+_CONSUMER_REGISTERS = gl.constexpr(CONSUMER_REGISTERS)
+_PRODUCER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _scores(q_latent, q_rope, latent, rope, latent_full, rope_full, index, live):
-    """The scores [64 heads, 64] of the tile that is `index`th in this program, of whose rows `live` are some; those
-    past them are cleared, since they may hold what is no number, and 0 times that is none."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, _ROWS // 2, 16])
-    phase = index // _STAGES & 1
-    scores = gl.zeros([_HEADS, _ROWS], gl.float32, layout)
-    mbarrier.wait(latent_full, phase)
-    scores = warpgroup_mma(q_latent, latent.permute([1, 0]), scores, use_acc=False, is_async=True)
-    mbarrier.wait(rope_full, phase)
-    scores = warpgroup_mma(q_rope, rope.permute([1, 0]), scores, is_async=True)
-    if live < _ROWS:
-        clear(latent, live)
-    return warpgroup_mma_wait(0, deps=[scores])
+def _copy(latent_rows, rope_rows, latents, ropes, full, tile, place):
+    """Asks for a tile: both halves of its latent columns, and those of rope."""
+    HALF: gl.constexpr = latents.shape[3]
+    stage = tile % _STAGES
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, 2 * latent_rows.block_type.nbytes + rope_rows.block_type.nbytes)
+    for half in gl.static_range(2):
+        target = latents.index(stage * 2 + half)
+        tma.async_copy_global_to_shared(latent_rows, [place[0], place[1], half * HALF], barrier, target)
+    tma.async_copy_global_to_shared(rope_rows, [place[0], place[1], 2 * HALF], barrier, ropes.index(stage))
 
 
 @gluon.jit
-def _softmax(scores, top, total, live, factor):
-    """Online softmax over the tile's rows: (top [64], total [64, 64] by row of a tile, fade [64], weights)."""
+def _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query, first):
+    """Asks for one query's heads from `first` on; zeros past the last."""
+    HALF: gl.constexpr = q_latents.shape[3]
+    mbarrier.expect(q_full, 2 * q_latent_heads.block_type.nbytes + q_rope_heads.block_type.nbytes)
+    for half in gl.static_range(2):
+        tma.async_copy_global_to_shared(q_latent_heads, [query, first, half * HALF], q_full, q_latents.index(half))
+    tma.async_copy_global_to_shared(q_rope_heads, [query, first, 2 * HALF], q_full, q_rope)
+
+
+@gluon.jit
+def _produce(latent_rows, rope_rows, latents, ropes, full, empty, table, stride, begin, count, S: gl.constexpr):
+    """Copies the tiles past the first ones, which are under way already."""
+    for tile in range(_STAGES, count):
+        place = find(table, stride, begin + tile, tile < count, S, _ROWS)
+        mbarrier.wait(empty.index(tile % _STAGES), tile // _STAGES & 1 ^ 1)
+        _copy(latent_rows, rope_rows, latents, ropes, full, tile, place)
+
+
+@gluon.jit
+def _half_of(latents, stage, half):
+    """[32, LATENT / 2]"""
+    return latents.index(stage * 2 + half).reshape([_ROWS, latents.shape[3]])
+
+
+@gluon.jit
+def _weights_of(ropes, stage):
+    """[64, 32], in the place of a tile's rope columns [32, 64]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    return ropes.index(stage)._reinterpret(ropes.dtype, [_HEADS, _ROWS], layout)
+
+
+@gluon.jit
+def _zero(tile):
+    """0, but the compiler does not know: what is computed with it is not kept in registers from tile to tile."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _issue_scores(q_latents, q_rope, latents, ropes, full, tile):
+    """Begins a tile's scores [64 heads, 32]. The queries' descriptors would take a third of the registers."""
+    HALF: gl.constexpr = latents.shape[3]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
+    stage = tile % _STAGES
+    zero = _zero(tile)
+    scores = gl.zeros([_HEADS, _ROWS], gl.float32, layout)
+    mbarrier.wait(full.index(stage), tile // _STAGES & 1)
+    rope = ropes.index(stage).reshape([_ROWS, _ROPE])
+    queries = q_rope.reshape([_HEADS, _ROPE])
+    scores = warpgroup_mma(queries, rope.permute([1, 0]), scores, use_acc=False, is_async=True)
+    for half in gl.static_range(2):
+        queries = q_latents.index(half + zero).reshape([_HEADS, HALF])
+        latent = _half_of(latents, stage, half)
+        scores = warpgroup_mma(queries, latent.permute([1, 0]), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _issue_values(latents, ropes, sums, fade, tile, half: gl.constexpr):
+    """Begins to add a tile's values to `sums`, which are scaled by `fade` before."""
+    stage = tile % _STAGES
+    sums = sums * fade[:, None]
+    return warpgroup_mma(_weights_of(ropes, stage), _half_of(latents, stage, half), sums, is_async=True)
+
+
+@gluon.jit
+def _issue_others_values(latents, ropes, fades, ready, sums, tile, half: gl.constexpr):
+    """The same for a tile of the other warpgroup."""
+    stage = tile % _STAGES
+    mbarrier.wait(ready.index(stage), tile // _STAGES & 1)
+    fade = fades.index(stage).load(gl.SliceLayout(1, sums.type.layout))
+    return _issue_values(latents, ropes, sums, fade, tile, half)
+
+
+@gluon.jit
+def _softmax(scores, before, live, factor):
+    """(largest scores so far, weights) of a tile, `before` [64] being those of the tile before it."""
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, scores.type.layout))
     scores = gl.where((row < live)[None, :], scores * factor, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
-    weight = gl.exp2(scores - new_top[:, None])
-    fade = gl.exp2(top - new_top)
-    return new_top, total * fade[:, None] + weight, fade, weight
+    top = gl.maximum(before, gl.max(scores, axis=1))
+    return top, gl.exp2(scores - top[:, None])
+
+
+@gluon.jit
+def _publish(weight, top, fade, latents, ropes, tops, fades, ready, tile, live):
+    """Hands a tile to the other warpgroup. Rows past its `live` ones may hold what is no number, and 0 times that is
+    none: they are cleared."""
+    stage = tile % _STAGES
+    meet()  # all warps' scores are done with the rope columns
+    _weights_of(ropes, stage).store(weight.to(ropes.dtype))
+    tops.index(stage).store(top)
+    fades.index(stage).store(fade)
+    if live < _ROWS:
+        for half in gl.static_range(2):
+            clear(_half_of(latents, stage, half), live)
+    fence_async_shared()
+    meet()
+    mbarrier.arrive(ready.index(stage), count=1)
+
+
+@gluon.jit
+def _release(empty, tile):
+    # One thread arrives for the warpgroup, and each warp knows of its own products only.
+    meet()
+    mbarrier.arrive(empty.index(tile % _STAGES), count=1)
+
+
+@gluon.jit
+def _hand_over(scores, before, own, total, latents, ropes, tops, fades, ready, tile, live, factor):
+    """Softmaxes an own tile, of whose rows `live` are some, and publishes it. Returns (largest scores so far, fade,
+    total), the latter two relative to the former: `fade` from `before`, the largest scores of the tile before, on, and
+    `total` [64], the sum of this warpgroup's weights, which was relative to `own`."""
+    top, weight = _softmax(scores, before, live, factor)
+    fade = gl.exp2(before - top)
+    _publish(weight, top, fade, latents, ropes, tops, fades, ready, tile, live)
+    return top, fade, total * gl.exp2(own - top) + gl.sum(weight, axis=1)
+
+
+@gluon.jit
+def _add_own_values(latents, ropes, empty, sums, fade, tile, half: gl.constexpr):
+    fade = gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))
+    sums = _issue_values(latents, ropes, sums, fade, tile, half)
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    _release(empty, tile)
+    return sums
+
+
+@gluon.jit
+def _begin(
+    q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half: gl.constexpr,
+):  # fmt: skip
+    """What `_walk` begins with: the first tile, and the second if it is this warpgroup's own. They are no step of its
+    loop: there the assembler would wait for the scores before it scales sums that did not come from a product."""
+    HALF: gl.constexpr = latents.shape[3]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    own = gl.full([_HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout))
+    total = gl.zeros([_HEADS], gl.float32, gl.SliceLayout(1, score_layout))
+    sums = gl.zeros([_HEADS, HALF], gl.float32, value_layout)
+    if half == 0:
+        scores = _issue_scores(q_latents, q_rope, latents, ropes, full, 0)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        own, fade, total = _hand_over(scores, own, own, total, latents, ropes, tops, fades, ready, 0, live, factor)
+        sums = _add_own_values(latents, ropes, empty, sums, fade, 0, half)
+    else:
+        scores = gl.zeros([_HEADS, _ROWS], gl.float32, score_layout)
+        if count > 1:
+            scores = _issue_scores(q_latents, q_rope, latents, ropes, full, 1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        sums = _issue_others_values(latents, ropes, fades, ready, sums, 0, half)
+        own = tops.index(0).load(own.type.layout)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        _release(empty, 0)
+        if count > 1:
+            own, fade, total = _hand_over(
+                scores, own, own, total, latents, ropes, tops, fades, ready, 1, live - _ROWS, factor
+            )
+            sums = _add_own_values(latents, ropes, empty, sums, fade, 1, half)
+    return own, total, sums
 
 
 @gluon.jit
 def _walk(
-    q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
-    table, stride, begin, count, live, factor, S: gl.constexpr,
+    q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half: gl.constexpr,
 ):  # fmt: skip
-    """All of this program's tiles: (top [64], total [64, 64], sums [64, LATENT])."""
-    LATENT: gl.constexpr = q_latent.shape[1]
-    by_row: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, _ROWS // 2, 16])
-    by_column: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
-    top = gl.full([_HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, by_row))
-    total = gl.zeros([_HEADS, _ROWS], gl.float32, by_row)
-    sums = gl.zeros([_HEADS, LATENT], gl.float32, by_column)
-    for index in range(count):
-        place = find(table, stride, begin + index + _STAGES, index + _STAGES < count, S)
-        stage = index % _STAGES
-        latent = latents.index(stage).reshape([_ROWS, LATENT])
-        rope = ropes.index(stage).reshape([_ROWS, _ROPE])
-        scores = _scores(q_latent, q_rope, latent, rope, latent_full.index(stage), rope_full.index(stage), index, live)
-        top, total, fade, weight = _softmax(scores, top, total, live, factor)
-        meet()  # all are done with the rope columns
-        rope.store(weight.to(rope.dtype))
-        sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, by_column))[:, None]
-        fence_async_shared()
-        meet()
-        sums = warpgroup_mma(rope, latent, sums, is_async=True)
+    """All of this program's tiles, `count` > 0: (largest scores [64], sum of the weights of this warpgroup's own tiles
+    [64], sums of values [64, LATENT / 2]).
+
+    A step takes a tile of its own, and before that the one before: its values are summed while this one is softmaxed.
+    Nothing is under way when a step ends: else the assembler waits after every product.
+    """
+    own, total, sums = _begin(
+        q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half
+    )
+    for tile in range(2 + half, count, 2):
+        before = tile - 1
+        scores = _issue_scores(q_latents, q_rope, latents, ropes, full, tile)
+        sums = _issue_others_values(latents, ropes, fades, ready, sums, before, half)
+        top = tops.index(before % _STAGES).load(own.type.layout)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        own, fade, total = _hand_over(
+            scores, top, own, total, latents, ropes, tops, fades, ready, tile, live - tile * _ROWS, factor
+        )
         sums = warpgroup_mma_wait(0, deps=[sums])
-        meet()  # all are done with the tile whose place the next one takes
-        if index + _STAGES < count:
-            copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index + _STAGES, place)
-        live -= _ROWS
-    return top, total, sums
+        _release(empty, before)
+        sums = _add_own_values(latents, ropes, empty, sums, fade, tile, half)
+    last = count - 1
+    top = own
+    if (last > half) & (last % 2 != half):  # the other's, and not the first
+        sums = _issue_others_values(latents, ropes, fades, ready, sums, last, half)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        top = tops.index(last % _STAGES).load(own.type.layout)
+    return top, total * gl.exp2(own - top), sums
 
 
 @gluon.jit
-def _finish(top, total, sums, out, head_stride, lse, first, HEADS: gl.constexpr):
-    """Normalises and writes, of the heads from `first` on."""
-    LATENT: gl.constexpr = sums.shape[1]
-    by_row: gl.constexpr = total.type.layout
-    by_column: gl.constexpr = sums.type.layout
-    whole = gl.sum(total, axis=1)
+def _write(sums, buffer, out, head_stride, first, HEADS: gl.constexpr):
+    """`sums` [64, LATENT / 2] to `out`; by `buffer` in shared memory if that is of its type, for whole lines."""
+    HALF: gl.constexpr = sums.shape[1]
+    dtype: gl.constexpr = out.dtype.element_ty
+    results = sums.to(dtype)
+    if dtype == buffer.dtype:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+        buffer.store(results)
+        meet()
+        results = buffer.load(layout)
+    head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, results.type.layout))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, results.type.layout))
+    gl.store(out + head[:, None] * head_stride + column[None, :], results, (head < HEADS)[:, None])
+
+
+@gluon.jit
+def _consume(
+    q_latents, q_rope, latents, ropes, tops, fades, totals, q_full, full, ready, empty, done,
+    count, live, factor, out, head_stride, lse, first, half: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: walks, then normalises and writes its half of the columns, of the heads from `first` on."""
+    HALF: gl.constexpr = latents.shape[3]
+    mbarrier.wait(q_full, 0)
+    top, mine, sums = _walk(
+        q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half
+    )
+    totals.index(half).store(mine)
+    meet()
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, 0)  # by both: nobody needs the queries any more either
+    whole = mine + totals.index(1 - half).load(mine.type.layout)
     divisor = gl.where(whole > 0, whole, 1.0)
+    if half == 0:
+        if lse is not None:
+            head = first + gl.arange(0, _HEADS, layout=mine.type.layout)
+            gl.store(lse + head, (top + gl.log2(divisor)) * _LN_2, head < HEADS)
+    sums = sums * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, sums.type.layout))[:, None]
+    buffer = q_latents.index(half).reshape([_HEADS, HALF])
+    _write(sums, buffer, out + half * HALF, head_stride, first, HEADS)
+
+
+@gluon.jit
+def _write_nothing(out, head_stride, lse, first, HEADS: gl.constexpr, LATENT: gl.constexpr):
+    """What attention to no row is."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, layout))
+    zeros = gl.zeros([_HEADS, LATENT], out.dtype.element_ty, layout)
+    gl.store(out + head[:, None] * head_stride + column[None, :], zeros, (head < HEADS)[:, None])
     if lse is not None:
-        head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, by_row))
-        gl.store(lse + head, (top + gl.log2(divisor)) * _LN_2, head < HEADS)
-    sums = sums / gl.convert_layout(divisor, gl.SliceLayout(1, by_column))[:, None]
-    head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, by_column))
-    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, by_column))
-    to = out + head[:, None] * head_stride + column[None, :]
-    gl.store(to, sums.to(out.dtype.element_ty), (head < HEADS)[:, None])
+        gl.store(lse + head, gl.full([_HEADS], float("-inf"), gl.float32, head.type.layout), head < HEADS)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
 def decode_hopper_wide_kernel(
-    q, q_stride, q_head_stride,
-    latent_rows, rope_rows, pages, page_stride, row_stride,
+    q_latent_heads, q_rope_heads, latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
     slot, first, length, stride, splits, least, scale,
     out, out_stride, out_split_stride, out_head_stride,
     lse, lse_stride, lse_split_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """As decode_hopper_kernel. A query's blocks of heads are neighbours: one finds the other's rows in the L2."""
+    """As decode_hopper_kernel. Descriptors are of q [A, H, W] by blocks of 64 heads and of pages by WIDE_ROWS rows, of
+    LATENT / 2 or 64 columns. A query's blocks of heads are neighbours: one finds the other's rows in the L2."""
     blocks: gl.constexpr = (HEADS + _HEADS - 1) // _HEADS
-    query = (gl.program_id(0) // blocks).to(gl.int64)
+    query = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * _HEADS
     split = gl.program_id(1)
     rows = gl.load(length + query)
@@ -147,38 +335,63 @@ def decode_hopper_wide_kernel(
     live = rows - begin * _ROWS  # rows of the first tile and those after it
     places = ()
     for i in gl.static_range(_STAGES):
-        place = find(table, stride, begin + i, i < count, S)
+        place = find(table, stride, begin + i, i < count, S, _ROWS)
         places = places + (place,)  # type: ignore[assignment]
 
-    dtype: gl.constexpr = q.dtype.element_ty
-    matrix: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    latents = gl.allocate_shared_memory(dtype, [_STAGES, 1, _ROWS, LATENT], latent_rows.layout)
+    HALF: gl.constexpr = LATENT // 2
+    dtype: gl.constexpr = latent_rows.dtype
+    latents = gl.allocate_shared_memory(dtype, [_STAGES * 2, 1, _ROWS, HALF], latent_rows.layout)
     ropes = gl.allocate_shared_memory(dtype, [_STAGES, 1, _ROWS, _ROPE], rope_rows.layout)
-    q_latent = gl.allocate_shared_memory(dtype, [_HEADS, LATENT], matrix)
-    q_rope = gl.allocate_shared_memory(dtype, [_HEADS, _ROPE], matrix)
-    latent_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    rope_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    q_latents = gl.allocate_shared_memory(dtype, [2, 1, _HEADS, HALF], q_latent_heads.layout)
+    q_rope = gl.allocate_shared_memory(dtype, [1, _HEADS, _ROPE], q_rope_heads.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tops = gl.allocate_shared_memory(gl.float32, [_STAGES, _HEADS], plain)
+    fades = gl.allocate_shared_memory(gl.float32, [_STAGES, _HEADS], plain)
+    totals = gl.allocate_shared_memory(gl.float32, [2, _HEADS], plain)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(done, count=2)
     for stage in gl.static_range(_STAGES):
-        mbarrier.init(latent_full.index(stage), count=1)
-        mbarrier.init(rope_full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     meet()
 
     if OVERLAP:
-        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, _STAGES)
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, _STAGES, _ROWS)
     wait_for_inputs(OVERLAP)
-    if (splits > 1) & (count <= 0):
+    out += query.to(gl.int64) * out_stride + split * out_split_stride
+    if lse is not None:
+        lse += query.to(gl.int64) * lse_stride + split * lse_split_stride
+    if count <= 0:
+        if splits == 1:
+            _write_nothing(out, out_head_stride, lse, first_head, HEADS, LATENT)
         return
+    _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query, first_head)
     for i in gl.static_range(_STAGES):
         if i < count:
-            copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])
-    load_queries(q + query * q_stride, q_head_stride, first_head, q_latent, q_rope, HEADS)
+            _copy(latent_rows, rope_rows, latents, ropes, full, i, places[i])
 
-    top, total, sums = _walk(
-        q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
-        table, stride, begin, count, live, scale * _LOG2_E, S,
+    factor = scale * _LOG2_E
+    zero: gl.constexpr = 0
+    one: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_latents, q_rope, latents, ropes, tops, fades, totals, q_full, full, ready, empty, done,
+                count, live, factor, out, out_head_stride, lse, first_head, zero, HEADS,
+            )),
+            (_consume, (
+                q_latents, q_rope, latents, ropes, tops, fades, totals, q_full, full, ready, empty, done,
+                count, live, factor, out, out_head_stride, lse, first_head, one, HEADS,
+            )),
+            (_produce, (latent_rows, rope_rows, latents, ropes, full, empty, table, stride, begin, count, S)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
-    out += query * out_stride + split * out_split_stride
-    if lse is not None:
-        lse += query * lse_stride + split * lse_split_stride
-    _finish(top, total, sums, out, out_head_stride, lse, first_head, HEADS)

@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 
 from splash_plugins.mla_attention import decode_hopper_kernel
-from splash_plugins.mla_attention.decode_copies_kernel import TILE_ROWS
-from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS
-from splash_plugins.mla_attention.decode_hopper_wide_kernel import BLOCK_HEADS, NUM_WARPS, STAGES
+from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, TILE_ROWS
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import BLOCK_HEADS, NUM_WARPS, STAGES, WIDE_ROWS
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -258,7 +257,8 @@ def hopper_config(stages: int, heads: int, queries: int = 1) -> DecodeConfig:
     least = 1 if queries <= 2 else 2 if queries < 16 else 3
     if heads <= MOST_HEADS:
         return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True, least_tiles=least)
-    return DecodeConfig(BLOCK_HEADS, TILE_ROWS, NUM_WARPS, STAGES, 1, hopper=True, least_tiles=least)
+    least *= TILE_ROWS // WIDE_ROWS
+    return DecodeConfig(BLOCK_HEADS, WIDE_ROWS, NUM_WARPS, STAGES, 1, hopper=True, least_tiles=least)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int | None = None) -> DecodeConfig:

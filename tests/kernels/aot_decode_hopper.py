@@ -6,9 +6,14 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, TILE_ROWS
-from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, decode_hopper_kernel
-from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, decode_hopper_wide_kernel
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE
+from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, TILE_ROWS, decode_hopper_kernel
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import (
+    BLOCK_HEADS,
+    NUM_WARPS,
+    WIDE_ROWS,
+    decode_hopper_wide_kernel,
+)
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
@@ -21,6 +26,7 @@ CASES = (
     (20, "bf16", 64, "fp32", 2),
     (32, "bf16", 64, "bf16", 1),
     (64, "bf16", 64, "bf16", 2),
+    (80, "fp16", 128, "fp16", 2),
     (128, "bf16", 64, "fp32", 2),
 )
 STRIDES = (
@@ -35,13 +41,19 @@ STRIDES = (
 
 
 def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, stages: int) -> Kernel:
+    few = heads <= MOST_HEADS
     layout = repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-    types = {"q": f"*{dtype}", "pages": f"*{dtype}", "out": f"*{out}", "scale": "fp32"}
-    for name, columns in (("latent_rows", LATENT), ("rope_rows", ROPE)):
-        types[name] = f"tensordesc<{dtype}[1, {TILE_ROWS}, {columns}],{layout}>"
+    types = {"pages": f"*{dtype}", "out": f"*{out}", "scale": "fp32"}
+    if few:
+        types["q"] = f"*{dtype}"
+        blocks = {"latent_rows": (TILE_ROWS, LATENT), "rope_rows": (TILE_ROWS, ROPE)}
+    else:
+        blocks = {"latent_rows": (WIDE_ROWS, LATENT // 2), "rope_rows": (WIDE_ROWS, ROPE)}
+        blocks |= {"q_latent_heads": (BLOCK_HEADS, LATENT // 2), "q_rope_heads": (BLOCK_HEADS, ROPE)}
+    for name, (rows, columns) in blocks.items():
+        types[name] = f"tensordesc<{dtype}[1, {rows}, {columns}],{layout}>"
     types |= dict.fromkeys(("tables", "slot", "first", "length"), "*i32")
     constexprs: dict[str, Any] = {"HEADS": heads, "LATENT": LATENT, "S": page_tokens, "OVERLAP": True}
-    few = heads <= MOST_HEADS
     kernel = decode_hopper_kernel if few else decode_hopper_wide_kernel
     if few:
         constexprs |= {"BLOCK_H": 16 if heads <= 16 else MOST_HEADS, "STAGES": stages}
