@@ -22,19 +22,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from splash_plugins.mla_attention.cut import BLOCK_HEADS, TILE_ROWS
 from splash_plugins.mla_attention.decode_copies_kernel import (
     ROPE,
-    TILE_ROWS,
     clear,
     copy,
     fetch,
     find,
     load_queries,
     meet,
+    take,
 )
 from splash_plugins.overlap_kernel import wait_for_inputs
 
-BLOCK_HEADS = 64
 STAGES = 2
 NUM_WARPS = 8
 _HEADS = gl.constexpr(BLOCK_HEADS)
@@ -106,45 +106,47 @@ def _walk(
 
 
 @gluon.jit
-def _finish(top, total, sums, out, head_stride, lse, first, HEADS: gl.constexpr):
-    """Normalises and writes, of the heads from `first` on."""
-    LATENT: gl.constexpr = sums.shape[1]
-    by_row: gl.constexpr = total.type.layout
+def _normalised(top, total, sums):
+    """(sums [64, LATENT] over the sum of weights, log-sum-exp [64])."""
     by_column: gl.constexpr = sums.type.layout
     whole = gl.sum(total, axis=1)
     divisor = gl.where(whole > 0, whole, 1.0)
-    if lse is not None:
-        head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, by_row))
-        gl.store(lse + head, (top + gl.log2(divisor)) * _LN_2, head < HEADS)
     sums = sums / gl.convert_layout(divisor, gl.SliceLayout(1, by_column))[:, None]
+    return sums, (top + gl.log2(divisor)) * _LN_2
+
+
+@gluon.jit
+def _write(sums, sum_lse, out, head_stride, lse, first, HEADS: gl.constexpr):
+    """Of the heads from `first` on."""
+    LATENT: gl.constexpr = sums.shape[1]
+    by_column: gl.constexpr = sums.type.layout
+    if lse is not None:
+        head = first + gl.arange(0, _HEADS, layout=sum_lse.type.layout)
+        gl.store(lse + head, sum_lse, head < HEADS)
     head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, by_column))
     column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, by_column))
     to = out + head[:, None] * head_stride + column[None, :]
     gl.store(to, sums.to(out.dtype.element_ty), (head < HEADS)[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "stride", "lse_stride"])
 def decode_hopper_wide_kernel(
     q, q_stride, q_head_stride,
     latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, least, scale,
-    out, out_stride, out_split_stride, out_head_stride,
-    lse, lse_stride, lse_split_stride,
+    slot, first, length, part, stride, scale,
+    out, out_stride, out_head_stride,
+    lse, lse_stride,
+    partial, partial_lse,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As decode_hopper_kernel. A query's blocks of heads are neighbours: one finds the other's rows in the L2."""
     blocks: gl.constexpr = (HEADS + _HEADS - 1) // _HEADS
-    query = (gl.program_id(0) // blocks).to(gl.int64)
+    index = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * _HEADS
-    split = gl.program_id(1)
-    rows = gl.load(length + query)
-    table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
-    tiles = gl.cdiv(rows, _ROWS)
-    share = gl.maximum(gl.cdiv(tiles, splits), least)
-    begin = split * share
-    count = gl.minimum(begin + share, tiles) - begin
-    live = rows - begin * _ROWS  # rows of the first tile and those after it
+    read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
+    begin = first_row // _ROWS
+    count = gl.cdiv(rows, _ROWS)
     places = ()
     for i in gl.static_range(_STAGES):
         place = find(table, stride, begin + i, i < count, S)
@@ -165,9 +167,9 @@ def decode_hopper_wide_kernel(
     meet()
 
     if OVERLAP:
-        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, _STAGES)
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, first_row + rows, S, LATENT + _ROPE, _STAGES)
     wait_for_inputs(OVERLAP)
-    if (splits > 1) & (count <= 0):
+    if read < 0:
         return
     for i in gl.static_range(_STAGES):
         if i < count:
@@ -176,9 +178,18 @@ def decode_hopper_wide_kernel(
 
     top, total, sums = _walk(
         q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
-        table, stride, begin, count, live, scale * _LOG2_E, S,
+        table, stride, begin, count, rows, scale * _LOG2_E, S,
     )  # fmt: skip
-    out += query * out_stride + split * out_split_stride
+    sums, sum_lse = _normalised(top, total, sums)
+    row = index.to(gl.int64) * HEADS
+    partial += row * LATENT
+    partial_lse += row
     if lse is not None:
-        lse += query * lse_stride + split * lse_split_stride
-    _finish(top, total, sums, out, out_head_stride, lse, first_head, HEADS)
+        lse += query * lse_stride
+    if out is None:
+        _write(sums, sum_lse, partial, LATENT, partial_lse, first_head, HEADS)
+    else:
+        if whole:
+            _write(sums, sum_lse, out + query * out_stride, out_head_stride, lse, first_head, HEADS)
+        else:
+            _write(sums, sum_lse, partial, LATENT, partial_lse, first_head, HEADS)

@@ -6,22 +6,24 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, TILE_ROWS
+from splash_plugins.mla_attention.cut import TILE_ROWS
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE
 from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, decode_hopper_kernel
 from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, decode_hopper_wide_kernel
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
 LATENT = 512
-# Heads, dtype, rows a page, dtype of results (parts are float32), stages
+# Heads, dtype, rows a page, what is written besides parts, stages
 CASES = (
-    (10, "bf16", 64, "fp32", 2),
-    (10, "bf16", 64, "bf16", 1),
-    (16, "fp16", 128, "fp16", 1),
-    (20, "bf16", 64, "fp32", 2),
-    (32, "bf16", 64, "bf16", 1),
-    (64, "bf16", 64, "bf16", 2),
-    (128, "bf16", 64, "fp32", 2),
+    (10, "bf16", 64, (), 2),
+    (10, "bf16", 64, ("out",), 1),
+    (16, "fp16", 128, ("out",), 1),
+    (20, "bf16", 64, ("out", "lse"), 2),
+    (32, "bf16", 64, ("out",), 1),
+    (64, "bf16", 64, ("out",), 2),
+    (64, "bf16", 64, (), 2),
+    (128, "bf16", 64, ("out", "lse"), 2),
 )
 STRIDES = (
     "q_stride",
@@ -29,26 +31,26 @@ STRIDES = (
     "page_stride",
     "row_stride",
     "out_stride",
-    "out_split_stride",
     "out_head_stride",
 )
 
 
-def decode_kernel(heads: int, dtype: str, page_tokens: int, out: str, stages: int) -> Kernel:
+def decode_kernel(heads: int, dtype: str, page_tokens: int, written: tuple[str, ...], stages: int) -> Kernel:
     layout = repr(NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-    types = {"q": f"*{dtype}", "pages": f"*{dtype}", "out": f"*{out}", "scale": "fp32"}
+    types = {"q": f"*{dtype}", "pages": f"*{dtype}", "scale": "fp32", "partial": "*fp32", "partial_lse": "*fp32"}
     for name, columns in (("latent_rows", LATENT), ("rope_rows", ROPE)):
         types[name] = f"tensordesc<{dtype}[1, {TILE_ROWS}, {columns}],{layout}>"
-    types |= dict.fromkeys(("tables", "slot", "first", "length"), "*i32")
+    types |= dict.fromkeys(("tables", "slot", "first", "length", "part"), "*i32")
     constexprs: dict[str, Any] = {"HEADS": heads, "LATENT": LATENT, "S": page_tokens, "OVERLAP": True}
     few = heads <= MOST_HEADS
     kernel = decode_hopper_kernel if few else decode_hopper_wide_kernel
     if few:
         constexprs |= {"BLOCK_H": 16 if heads <= 16 else MOST_HEADS, "STAGES": stages}
-    if out == "fp32":
-        types["lse"] = "*fp32"
-    else:
-        constexprs["lse"] = None
+    for name, kind in (("out", f"*{dtype}"), ("lse", "*fp32")):
+        if name in written:
+            types[name] = kind
+        else:
+            constexprs[name] = None
     rest = [name for name in kernel.arg_names if name not in types and name not in constexprs]
     types |= {name: "i64" if name == "page_stride" else "i32" for name in rest}
     return GluonKernel(kernel, types, constexprs, {"num_warps": 4 if few else NUM_WARPS}, STRIDES)
