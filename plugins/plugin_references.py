@@ -51,7 +51,7 @@ def mla_attention(
 ) -> Tensors:
     out = q.new_empty((*q.shape[:2], latent))
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    decode(q, pool[:, layer], tables, slot, first, length, stride, latent, scale, out, lse)
+    decode(q, pool[:, layer], tables, slot, first, length, None, stride, latent, scale, out, lse)
     return out, lse
 
 

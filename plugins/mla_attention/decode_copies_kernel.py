@@ -1,5 +1,5 @@
-"""What Hopper's decode kernels have in common: where rows of a context lie, tile by tile, and what is done to them
-before they are copied into shared memory, and after."""
+"""What Hopper's decode kernels have in common: which part of which context is a program's, where its rows lie, tile by
+tile, and what is done to them before they are copied into shared memory, and after."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +11,18 @@ from triton.experimental.gluon import language as gl
 
 ROPE = 64
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
+
+
+@gluon.jit
+def take(part, index, slot, first, length, tables, table_stride):
+    """The `index`th part: its query (-1: it is none's) and that to address, whether it is the query's whole context,
+    this one's first entry in the block tables, the part's first row and how many it has."""
+    read = gl.load(part + 3 * index)
+    begin = gl.load(part + 3 * index + 1)
+    rows = gl.load(part + 3 * index + 2)
+    query = gl.maximum(read, 0).to(gl.int64)
+    table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
+    return read, query, rows == gl.load(length + query), table, begin, rows
 
 
 @gluon.jit

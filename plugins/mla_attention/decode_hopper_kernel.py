@@ -27,19 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet
-from splash_plugins.mla_attention.decode_hopper_wide_kernel import (
-    BLOCK_HEADS,
-    NUM_WARPS,
-    WIDE_ROWS,
-    decode_hopper_wide_kernel,
-)
+from splash_plugins.mla_attention.cut import BLOCK_HEADS, MOST_SHARED_HEADS, TILE_ROWS, Parts, shares_sm
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, take
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, WIDE_ROWS, decode_hopper_wide_kernel
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
-# From so many queries on, a multiprocessor has several programs to choose from.
-MANY_QUERIES = 192
-MOST_HEADS = 32
-TILE_ROWS = 64
+MOST_HEADS = MOST_SHARED_HEADS
 _ROWS = gl.constexpr(TILE_ROWS)
 _ROPE = gl.constexpr(ROPE)
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -60,16 +53,16 @@ def _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index,
 
 
 @gluon.jit
-def _load_queries(q, head_stride, first, q_latent, q_rope, HEADS: gl.constexpr):
-    """One query's heads from `first` on into shared memory; zeros past HEADS."""
+def _load_queries(q, head_stride, q_latent, q_rope, HEADS: gl.constexpr):
+    """One query's heads into shared memory; zeros past HEADS."""
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, wide))[:, None]
     column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, wide))[None, :]
     latent = gl.load(q + head * head_stride + column, head < HEADS, other=0)
-    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, narrow))[:, None]
     column = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, narrow))[None, :]
     rope = gl.load(q + head * head_stride + LATENT + column, head < HEADS, other=0)
     q_latent.store(latent)
@@ -156,43 +149,45 @@ def _walk(
 
 
 @gluon.jit
-def _finish(top, total, sums, out, head_stride, lse, HEADS: gl.constexpr):
-    """Normalises and writes."""
+def _normalised(top, total, sums):
+    """(sums [LATENT, BLOCK_H] over the sum of weights, log-sum-exp [BLOCK_H])."""
+    whole = gl.sum(total, axis=0)
+    divisor = gl.where(whole > 0, whole, 1.0)
+    return sums / divisor[None, :], (top + gl.log2(divisor)) * _LN_2
+
+
+@gluon.jit
+def _write(sums, sum_lse, out, head_stride, lse, HEADS: gl.constexpr):
     layout: gl.constexpr = sums.type.layout
     LATENT: gl.constexpr = sums.shape[0]
     BLOCK_H: gl.constexpr = sums.shape[1]
-    whole = gl.sum(total, axis=0)
-    divisor = gl.where(whole > 0, whole, 1.0)
     head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, layout))
     column = gl.arange(0, LATENT, layout=gl.SliceLayout(1, layout))
     to = out + head[None, :] * head_stride + column[:, None]
-    gl.store(to, (sums / divisor[None, :]).to(out.dtype.element_ty), (head < HEADS)[None, :])
+    gl.store(to, sums.to(out.dtype.element_ty), (head < HEADS)[None, :])
     if lse is not None:
-        sum_lse = (top + gl.log2(divisor)) * _LN_2
         gl.store(lse + head, sum_lse, head < HEADS)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "stride", "lse_stride"])
 def decode_hopper_kernel(
     q, q_stride, q_head_stride,
     latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, least, scale,
-    out, out_stride, out_split_stride, out_head_stride,
-    lse, lse_stride, lse_split_stride,
+    slot, first, length, part, stride, scale,
+    out, out_stride, out_head_stride,
+    lse, lse_stride,
+    partial, partial_lse,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """`latent_rows` and `rope_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64 columns."""
-    query = gl.program_id(0).to(gl.int64)
-    split = gl.program_id(1)
-    rows = gl.load(length + query)
-    table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
-    tiles = gl.cdiv(rows, _ROWS)
-    share = gl.maximum(gl.cdiv(tiles, splits), least)
-    begin = split * share
-    count = gl.minimum(begin + share, tiles) - begin
-    live = rows - begin * _ROWS  # rows of the first tile and those after it
+    """`latent_rows` and `rope_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64 columns. One of
+    the parts [n, 3] a program: a query's only one goes to `out` (if there is one) and `lse` (likewise), others to
+    partial [n, HEADS, LATENT] and partial_lse [n, HEADS]."""
+    index = gl.program_id(0)
+    read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
+    begin = first_row // _ROWS
+    count = gl.cdiv(rows, _ROWS)
     places = ()
     for i in gl.static_range(STAGES):
         place = find(table, stride, begin + i, i < count, S, _ROWS)
@@ -213,23 +208,33 @@ def decode_hopper_kernel(
     meet()
 
     if OVERLAP:
-        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, STAGES, _ROWS)
+        end = first_row + rows
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, end, S, LATENT + _ROPE, STAGES, _ROWS)
     wait_for_inputs(OVERLAP)
-    if (splits > 1) & (count <= 0):
+    if read < 0:
         return
     for i in gl.static_range(STAGES):
         if i < count:
             _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])
-    _load_queries(q + query * q_stride, q_head_stride, 0, q_latent, q_rope, HEADS)
+    _load_queries(q + query * q_stride, q_head_stride, q_latent, q_rope, HEADS)
 
     top, total, sums = _walk(
         q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
-        table, stride, begin, count, live, scale * _LOG2_E, S,
+        table, stride, begin, count, rows, scale * _LOG2_E, S,
     )  # fmt: skip
-    out += query * out_stride + split * out_split_stride
+    sums, sum_lse = _normalised(top, total, sums)
+    row = index.to(gl.int64) * HEADS
+    partial += row * LATENT
+    partial_lse += row
     if lse is not None:
-        lse += query * lse_stride + split * lse_split_stride
-    _finish(top, total, sums, out, out_head_stride, lse, HEADS)
+        lse += query * lse_stride
+    if out is None:
+        _write(sums, sum_lse, partial, LATENT, partial_lse, HEADS)
+    else:
+        if whole:
+            _write(sums, sum_lse, out + query * out_stride, out_head_stride, lse, HEADS)
+        else:
+            _write(sums, sum_lse, partial, LATENT, partial_lse, HEADS)
 
 
 def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
@@ -254,7 +259,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 def choose_stages(queries: int, heads: int) -> int:
     """Tiles that a program's shared memory holds, as measured on an H200: 1 lets two programs of up to 32 heads share a
     multiprocessor, 2 let one copy while it computes. A third gains nothing."""
-    return 1 if queries >= MANY_QUERIES and heads <= MOST_HEADS else 2
+    return 1 if shares_sm(queries, heads) else 2
 
 
 def _descriptor(tensor: torch.Tensor, num_rows: int, columns: int) -> TensorDescriptor:
@@ -273,31 +278,33 @@ def launch(
     stride: int,
     latent: int,
     scale: float,
-    part: torch.Tensor,
-    part_lse: torch.Tensor | None,
+    parts: Parts,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
     stages: int,
-    least_tiles: int,
 ) -> None:
-    """Attention to the parts of the contexts, of at least `least_tiles` tiles of TILE_ROWS rows, or WIDE_ROWS for more
-    than 32 heads, as decode_kernel.decode launches it: part [A, splits, H, L], part_lse [A, splits, H] float32. For
-    what `supports` says; stages 1 or 2, for up to 32 heads."""
-    queries, heads, _ = q.shape
+    """Attention to the parts of the contexts, in tiles of TILE_ROWS rows, or WIDE_ROWS for more than 32 heads, as
+    decode_kernel launches its own. For what `supports` says; stages 1 or 2, for up to 32 heads."""
+    heads, num_parts = q.shape[1], len(parts.part)
     rest = (
         pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
-        slot, first, length, stride, part.shape[1], least_tiles, scale,
-        part, part.stride(0), part.stride(1), part.stride(2),
-        part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
+        slot, first, length, parts.part, stride, scale,
+        out, *(out.stride()[:2] if out is not None else (0, 0)),
+        lse, lse.stride(0) if lse is not None else 0,
+        partial, partial_lse,
     )  # fmt: skip
     if heads <= MOST_HEADS:
-        decode_hopper_kernel[(queries, part.shape[1])](
+        decode_hopper_kernel[(num_parts,)](
             q, q.stride(0), q.stride(1),
             _descriptor(pages, TILE_ROWS, latent), _descriptor(pages, TILE_ROWS, ROPE), *rest,
             HEADS=heads, LATENT=latent, S=pages.shape[1], BLOCK_H=16 if heads <= 16 else MOST_HEADS, STAGES=stages,
             num_warps=4, **overlap(q),
         )  # fmt: skip
     else:
-        decode_hopper_wide_kernel[(queries * triton.cdiv(heads, BLOCK_HEADS), part.shape[1])](
+        decode_hopper_wide_kernel[(num_parts * triton.cdiv(heads, BLOCK_HEADS),)](
             _descriptor(q, BLOCK_HEADS, latent // 2), _descriptor(q, BLOCK_HEADS, ROPE),
             _descriptor(pages, WIDE_ROWS, latent // 2), _descriptor(pages, WIDE_ROWS, ROPE), *rest,
             HEADS=heads, LATENT=latent, S=pages.shape[1],

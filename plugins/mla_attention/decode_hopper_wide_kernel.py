@@ -30,10 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet
+from splash_plugins.mla_attention.cut import BLOCK_HEADS
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, take
 from splash_plugins.overlap_kernel import wait_for_inputs
 
-BLOCK_HEADS = 64
 WIDE_ROWS = 32  # rows a tile
 STAGES = 4
 NUM_WARPS = 4  # of a warpgroup
@@ -258,8 +258,13 @@ def _walk(
 
 
 @gluon.jit
-def _write(sums, buffer, out, head_stride, first, HEADS: gl.constexpr):
-    """`sums` [64, LATENT / 2] to `out`; by `buffer` in shared memory if that is of its type, for whole lines."""
+def _write(sums, sum_lse, buffer, out, head_stride, lse, first, half: gl.constexpr, HEADS: gl.constexpr):
+    """Normalised `sums` [64, LATENT / 2] to their half of `out`, by `buffer` in shared memory if that is of its type,
+    for whole lines; of the heads from `first` on. The first warpgroup writes their log-sum-exp [64] too."""
+    if half == 0:
+        if lse is not None:
+            head = first + gl.arange(0, _HEADS, layout=sum_lse.type.layout)
+            gl.store(lse + head, sum_lse, head < HEADS)
     HALF: gl.constexpr = sums.shape[1]
     dtype: gl.constexpr = out.dtype.element_ty
     results = sums.to(dtype)
@@ -269,16 +274,18 @@ def _write(sums, buffer, out, head_stride, first, HEADS: gl.constexpr):
         meet()
         results = buffer.load(layout)
     head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, results.type.layout))
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, results.type.layout))
+    column = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, results.type.layout))
     gl.store(out + head[:, None] * head_stride + column[None, :], results, (head < HEADS)[:, None])
 
 
 @gluon.jit
 def _consume(
     q_latents, q_rope, latents, ropes, tops, fades, totals, q_full, full, ready, empty, done,
-    count, live, factor, out, head_stride, lse, first, half: gl.constexpr, HEADS: gl.constexpr,
+    count, live, factor, whole, out, head_stride, lse, partial, partial_lse, first,
+    half: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: walks, then normalises and writes its half of the columns, of the heads from `first` on."""
+    """One warpgroup: walks, then normalises and writes its half of the columns, of the heads from `first` on: to `out`
+    if there is one and the part is the whole context, else to `partial`."""
     HALF: gl.constexpr = latents.shape[3]
     mbarrier.wait(q_full, 0)
     top, mine, sums = _walk(
@@ -288,15 +295,18 @@ def _consume(
     meet()
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)  # by both: nobody needs the queries any more either
-    whole = mine + totals.index(1 - half).load(mine.type.layout)
-    divisor = gl.where(whole > 0, whole, 1.0)
-    if half == 0:
-        if lse is not None:
-            head = first + gl.arange(0, _HEADS, layout=mine.type.layout)
-            gl.store(lse + head, (top + gl.log2(divisor)) * _LN_2, head < HEADS)
+    total = mine + totals.index(1 - half).load(mine.type.layout)
+    divisor = gl.where(total > 0, total, 1.0)
+    sum_lse = (top + gl.log2(divisor)) * _LN_2
     sums = sums * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, sums.type.layout))[:, None]
     buffer = q_latents.index(half).reshape([_HEADS, HALF])
-    _write(sums, buffer, out + half * HALF, head_stride, first, HEADS)
+    if out is None:
+        _write(sums, sum_lse, buffer, partial, 2 * HALF, partial_lse, first, half, HEADS)
+    else:
+        if whole:
+            _write(sums, sum_lse, buffer, out, head_stride, lse, first, half, HEADS)
+        else:
+            _write(sums, sum_lse, buffer, partial, 2 * HALF, partial_lse, first, half, HEADS)
 
 
 @gluon.jit
@@ -311,28 +321,24 @@ def _write_nothing(out, head_stride, lse, first, HEADS: gl.constexpr, LATENT: gl
         gl.store(lse + head, gl.full([_HEADS], float("-inf"), gl.float32, head.type.layout), head < HEADS)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "stride", "lse_stride"])
 def decode_hopper_wide_kernel(
     q_latent_heads, q_rope_heads, latent_rows, rope_rows, pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, least, scale,
-    out, out_stride, out_split_stride, out_head_stride,
-    lse, lse_stride, lse_split_stride,
+    slot, first, length, part, stride, scale,
+    out, out_stride, out_head_stride,
+    lse, lse_stride,
+    partial, partial_lse,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As decode_hopper_kernel. Descriptors are of q [A, H, W] by blocks of 64 heads and of pages by WIDE_ROWS rows, of
     LATENT / 2 or 64 columns. A query's blocks of heads are neighbours: one finds the other's rows in the L2."""
     blocks: gl.constexpr = (HEADS + _HEADS - 1) // _HEADS
-    query = gl.program_id(0) // blocks
+    index = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * _HEADS
-    split = gl.program_id(1)
-    rows = gl.load(length + query)
-    table = tables + gl.load(slot + query).to(gl.int64) * table_stride + gl.load(first + query)
-    tiles = gl.cdiv(rows, _ROWS)
-    share = gl.maximum(gl.cdiv(tiles, splits), least)
-    begin = split * share
-    count = gl.minimum(begin + share, tiles) - begin
-    live = rows - begin * _ROWS  # rows of the first tile and those after it
+    read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
+    begin = first_row // _ROWS
+    count = gl.cdiv(rows, _ROWS)
     places = ()
     for i in gl.static_range(_STAGES):
         place = find(table, stride, begin + i, i < count, S, _ROWS)
@@ -363,16 +369,24 @@ def decode_hopper_wide_kernel(
     meet()
 
     if OVERLAP:
-        fetch(pages, page_stride, row_stride, table, stride, begin, count, rows, S, LATENT + _ROPE, _STAGES, _ROWS)
+        end = first_row + rows
+        fetch(pages, page_stride, row_stride, table, stride, begin, count, end, S, LATENT + _ROPE, _STAGES, _ROWS)
     wait_for_inputs(OVERLAP)
-    out += query.to(gl.int64) * out_stride + split * out_split_stride
+    row = index.to(gl.int64) * HEADS
+    partial += row * LATENT
+    partial_lse += row
+    if out is not None:
+        out += query * out_stride
     if lse is not None:
-        lse += query.to(gl.int64) * lse_stride + split * lse_split_stride
+        lse += query * lse_stride
     if count <= 0:
-        if splits == 1:
-            _write_nothing(out, out_head_stride, lse, first_head, HEADS, LATENT)
+        if read >= 0:
+            if out is None:
+                _write_nothing(partial, LATENT, partial_lse, first_head, HEADS, LATENT)
+            else:
+                _write_nothing(out, out_head_stride, lse, first_head, HEADS, LATENT)
         return
-    _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query, first_head)
+    _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query.to(gl.int32), first_head)
     for i in gl.static_range(_STAGES):
         if i < count:
             _copy(latent_rows, rope_rows, latents, ropes, full, i, places[i])
@@ -384,11 +398,11 @@ def decode_hopper_wide_kernel(
         [
             (_consume, (
                 q_latents, q_rope, latents, ropes, tops, fades, totals, q_full, full, ready, empty, done,
-                count, live, factor, out, out_head_stride, lse, first_head, zero, HEADS,
+                count, rows, factor, whole, out, out_head_stride, lse, partial, partial_lse, first_head, zero, HEADS,
             )),
             (_consume, (
                 q_latents, q_rope, latents, ropes, tops, fades, totals, q_full, full, ready, empty, done,
-                count, live, factor, out, out_head_stride, lse, first_head, one, HEADS,
+                count, rows, factor, whole, out, out_head_stride, lse, partial, partial_lse, first_head, one, HEADS,
             )),
             (_produce, (latent_rows, rope_rows, latents, ropes, full, empty, table, stride, begin, count, S)),
         ],

@@ -1,7 +1,7 @@
-"""Absorbed (decode) attention over paged latent rows, in Triton, with the context split over programs.
+"""Absorbed (decode) attention over paged latent rows, in Triton, with contexts in parts (cut.py).
 
-A queries, H heads here, L latent, R rope part, W = L + R; P pages of S rows. A program takes one query, up to 64 heads
-and a part of the context (Flash-Decoding; the online softmax of arXiv 2205.14135). It reads a tile of rows once, and
+A queries, H heads here, L latent, R rope part, W = L + R; P pages of S rows. A program takes one part of a query's
+context and up to 64 heads (Flash-Decoding; the online softmax of arXiv 2205.14135). It reads a tile of rows once, and
 uses it twice: as keys, and its latent part as values. Both products are taken transposed, rows by heads: the rows fill
 the tensor cores' long side, so that few heads waste nothing. Where a context has several parts, a second kernel merges
 them.
@@ -21,17 +21,14 @@ import triton
 import triton.language as tl
 
 from splash_plugins.mla_attention import decode_hopper_kernel
-from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, TILE_ROWS
-from splash_plugins.mla_attention.decode_hopper_wide_kernel import BLOCK_HEADS, NUM_WARPS, STAGES, WIDE_ROWS
+from splash_plugins.mla_attention.cut import BLOCK_HEADS, EXTRA, TILE_ROWS, Parts
+from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS
+from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, STAGES, WIDE_ROWS
+from splash_plugins.mla_attention.decode_merge_kernel import merge
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Parts of a context that the merge reads at a time, at most, and numbers of them all.
-MERGE_BLOCK = 16
-MERGE_NUMBERS = 2048
-# Of one context; half of it where there are several.
-MOST_PARTS = 64
 # From so many queries on, several programs have to share a multiprocessor.
 MANY_QUERIES = 32
 # Rows that a program asks the L2 for while the kernel before it ends.
@@ -103,36 +100,53 @@ def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, P
     return new_top, total * fade + tl.sum(weight, 0), new_sums
 
 
-@triton.jit(do_not_specialize=["table_stride", "stride", "splits", "least", "lse_stride", "lse_split_stride"])
+@triton.jit
+def _write(sums, divisor, sum_lse, head, live, out, head_stride, lse, LATENT: tl.constexpr, BLOCK_L: tl.constexpr):
+    """sums, blocks of columns [BLOCK_L / their number, BLOCK_H], over divisor [BLOCK_H]."""
+    PARTS: tl.constexpr = len(sums)
+    for i in tl.static_range(PARTS):
+        column = i * (BLOCK_L // PARTS) + tl.arange(0, BLOCK_L // PARTS)
+        result = (sums[i] / divisor[None, :]).to(out.dtype.element_ty)
+        to = out + head[None, :] * head_stride + column[:, None]
+        tl.store(to, result, mask=live[None, :] & (column[:, None] < LATENT))
+    if lse is not None:
+        tl.store(lse + head, sum_lse, mask=live)
+
+
+@triton.jit(do_not_specialize=["table_stride", "stride", "lse_stride"])
 def decode_kernel(
     q, q_stride, q_head_stride,
     pages, page_stride, row_stride,
     tables, table_stride,
-    slot, first, length, stride, splits, least, scale,
-    out, out_stride, out_split_stride, out_head_stride,
-    lse, lse_stride, lse_split_stride,
+    slot, first, length, part, stride, scale,
+    out, out_stride, out_head_stride,
+    lse, lse_stride,
+    partial, partial_lse,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr = 1, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Contexts in up to `splits` parts of at least `least` tiles."""
+    """One of the parts [n, 3] a program: a query's only one goes to `out` (if there is one) and `lse` (likewise),
+    others to partial [n, HEADS, LATENT] and partial_lse [n, HEADS]. part None: each query's context is one."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    query = (tl.program_id(0) // head_blocks).to(tl.int64)
-    split = tl.program_id(1)
-    # Loads that need nothing but the program's id come first, and the page before what its latency can hide.
+    index = tl.program_id(0) // head_blocks
+    # What is loaded first is a step's index arrays alone, and the page before what its latency can hide.
+    read, begin = index, 0
+    if part is not None:
+        read = tl.load(part + 3 * index)
+        begin = tl.load(part + 3 * index + 1)
+    query = tl.maximum(read, 0).to(tl.int64)
     rows = tl.load(length + query)
+    end = rows
+    if part is not None:
+        end = begin + tl.load(part + 3 * index + 2)
     table = tables + tl.load(slot + query).to(tl.int64) * table_stride + tl.load(first + query)
-    tiles = tl.cdiv(rows, BLOCK_N)
-    share = tl.maximum(tl.cdiv(tiles, splits), least)
-    tile = split * share
-    end = tl.minimum(tile + share, tiles)
-    page = _page_of(table, tile, stride, rows - 1, S, BLOCK_N)
+    page = _page_of(table, begin // BLOCK_N, stride, end - 1, S, BLOCK_N)
     if OVERLAP:
-        if tile < end:
-            last = tl.minimum(end * BLOCK_N, rows)
-            _fetch(pages, page_stride, row_stride, table, stride, tile * BLOCK_N, last, S, LATENT + ROPE)
+        if begin < end:
+            _fetch(pages, page_stride, row_stride, table, stride, begin, end, S, LATENT + ROPE)
     wait_for_inputs(OVERLAP)
-    if (splits > 1) & (tile >= end):
+    if read < 0:
         return
 
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -152,82 +166,47 @@ def decode_kernel(
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     in_tile = tl.arange(0, BLOCK_N)
-    for n in range(tile, end):
+    for n in range(begin // BLOCK_N, tl.cdiv(end, BLOCK_N)):
         row = n * BLOCK_N + in_tile
-        live = row < rows
+        live = row < end
         pointers = pages + page * page_stride + (row % S) * row_stride
-        page = _page_of(table, n + 1, stride, rows - 1, S, BLOCK_N)
+        page = _page_of(table, n + 1, stride, end - 1, S, BLOCK_N)
         k_latent = _load_parts(pointers, live, LATENT, BLOCK_L, PARTS)
         k_rope = _load_rows(pointers + LATENT, rope_column, live, ROPE, BLOCK_R)
         top, total, sums = _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, PARTS)
 
     divisor = tl.where(total > 0, total, 1)
-    to = out + query * out_stride + split * out_split_stride + head[None, :] * out_head_stride
-    for i in tl.static_range(PARTS):
-        column = i * (BLOCK_L // PARTS) + tl.arange(0, BLOCK_L // PARTS)
-        result = (sums[i] / divisor[None, :]).to(out.dtype.element_ty)
-        tl.store(to + column[:, None], result, mask=head_live[None, :] & (column[:, None] < LATENT))
+    sum_lse = (top + tl.log2(divisor)) * LN_2
     if lse is not None:
-        sum_lse = (top + tl.log2(divisor)) * LN_2
-        tl.store(lse + query * lse_stride + split * lse_split_stride + head, sum_lse, mask=head_live)
-
-
-@triton.jit(do_not_specialize=["splits", "least"])
-def merge_kernel(
-    partial, partial_lse, length, splits, least,
-    out, out_stride, out_head_stride,
-    lse, lse_stride,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """partial [A, splits, H, L] and partial_lse [A, splits, H] as decode_kernel wrote them, to out and lse."""
-    query = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    column = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
-    tiles = tl.cdiv(tl.load(length + query), BLOCK_N)
-    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), least))
-    first = query * splits * HEADS + head
-    wait_for_inputs(OVERLAP)
-    top = -float("inf")
-    total = 0.0
-    sums = tl.zeros([BLOCK_L], tl.float32)
-    for begin in range(0, written, BLOCK_S):
-        part = begin + tl.arange(0, BLOCK_S)
-        live = part < written
-        row = first + part * HEADS
-        part_lse = tl.load(partial_lse + row, mask=live, other=-float("inf"))
-        inside = live[:, None] & (column[None, :] < LATENT)
-        values = tl.load(partial + row[:, None] * LATENT + column[None, :], mask=inside, other=0)
-        new_top = tl.maximum(top, tl.max(part_lse, 0))
-        weight = tl.exp(part_lse - new_top)
-        fade = tl.exp(top - new_top)
-        total = total * fade + tl.sum(weight, 0)
-        sums = sums * fade + tl.sum(values * weight[:, None], 0)
-        top = new_top
-    divisor = tl.where(total > 0, total, 1)
-    result = sums / divisor
-    to = out + query * out_stride + head * out_head_stride + column
-    tl.store(to, result.to(out.dtype.element_ty), mask=column < LATENT)
-    if lse is not None:
-        if tl.program_id(2) == 0:
-            tl.store(lse + query * lse_stride + head, top + tl.log(divisor))
+        lse += query * lse_stride
+    if part is not None:
+        row = index.to(tl.int64) * HEADS
+        partial += row * LATENT
+        partial_lse += row
+    if out is None:
+        _write(sums, divisor, sum_lse, head, head_live, partial, LATENT, partial_lse, LATENT, BLOCK_L)
+    elif part is None:
+        _write(sums, divisor, sum_lse, head, head_live, out + query * out_stride, out_head_stride, lse, LATENT, BLOCK_L)
+    else:
+        if end - begin == rows:
+            to = out + query * out_stride
+            _write(sums, divisor, sum_lse, head, head_live, to, out_head_stride, lse, LATENT, BLOCK_L)
+        else:
+            _write(sums, divisor, sum_lse, head, head_live, partial, LATENT, partial_lse, LATENT, BLOCK_L)
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a launch is cut: heads and rows a tile, Triton's options, and how many programs a multiprocessor can hold."""
+    """How a program is cut: heads and rows a tile, and Triton's options."""
 
     block_h: int
     block_n: int
     num_warps: int
     num_stages: int
-    programs_per_sm: int
     parts: int = 1
     """Blocks that a row's latent columns are taken in."""
     hopper: bool = False
     """By Hopper's own kernels (decode_hopper_kernel.py)."""
-    least_tiles: int = 1
-    """Of a part of a context, where there are so many."""
 
 
 def choose_config(
@@ -241,34 +220,28 @@ def choose_config(
     """
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     if item_bytes > 2:
-        return DecodeConfig(16, 16, 4, 1, 2)
+        return DecodeConfig(16, 16, 4, 1)
     if is_hopper and block_h == 64:
-        return DecodeConfig(64, 32, 8, 3, 1)
+        return DecodeConfig(64, 32, 8, 3)
     if is_hopper and queries < MANY_QUERIES:
-        return DecodeConfig(block_h, 64, 4, 2, 1)
+        return DecodeConfig(block_h, 64, 4, 2)
     if is_hopper:
-        return DecodeConfig(block_h, 32, 4, 3, 2)
-    return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1, 1)
+        return DecodeConfig(block_h, 32, 4, 3)
+    return DecodeConfig(min(block_h, 32), 32, 4, 2 if shared_bytes >= 99 * 1024 else 1)
 
 
-def hopper_config(stages: int, heads: int, queries: int = 1) -> DecodeConfig:
-    """Measured on an H200: the second tile of a part comes at next to no cost, as both are under way at once, and fewer
-    parts are merged sooner, but for a query or two. With 16 a third tile pays too."""
-    least = 1 if queries <= 2 else 2 if queries < 16 else 3
+def hopper_config(stages: int, heads: int) -> DecodeConfig:
     if heads <= MOST_HEADS:
-        return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, 3 - stages, hopper=True, least_tiles=least)
-    least *= TILE_ROWS // WIDE_ROWS
-    return DecodeConfig(BLOCK_HEADS, WIDE_ROWS, NUM_WARPS, STAGES, 1, hopper=True, least_tiles=least)
+        return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, hopper=True)
+    return DecodeConfig(BLOCK_HEADS, WIDE_ROWS, NUM_WARPS, STAGES, hopper=True)
 
 
-def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int, likely: int | None = None) -> DecodeConfig:
-    """likely: of the queries, about how many have a context; None: all."""
-    queries = likely or len(q)
-    heads, item = q.shape[1], q.element_size()
+def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeConfig:
+    queries, heads, item = len(q), q.shape[1], q.element_size()
     if q.device.type != "cuda":
-        return DecodeConfig(16, 32, 4, 1, 1)
+        return DecodeConfig(16, 32, 4, 1)
     if decode_hopper_kernel.supports(q, pages, latent):
-        return hopper_config(decode_hopper_kernel.choose_stages(queries, heads), heads, queries)
+        return hopper_config(decode_hopper_kernel.choose_stages(queries, heads), heads)
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
     return choose_config(heads, item, device_shared_bytes(q), is_hopper, queries)
 
@@ -280,13 +253,6 @@ def device_shared_bytes(x: torch.Tensor) -> int:
     return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 64 << 10)
 
 
-def choose_splits(programs: int, most_tiles: int, config: DecodeConfig, num_sms: int) -> int:
-    """Parts that each context is cut into, so that `programs` (queries times blocks of heads) fill the device once; no
-    more than MOST_PARTS, since all have to be merged."""
-    most = MOST_PARTS if programs == 1 else MOST_PARTS // 2
-    return max(1, min(most_tiles, most, config.programs_per_sm * num_sms // programs))
-
-
 def decode(
     q: torch.Tensor,
     pages: torch.Tensor,
@@ -294,45 +260,23 @@ def decode(
     slot: torch.Tensor,
     first: torch.Tensor,
     length: torch.Tensor,
+    parts: Parts,
     stride: int,
     latent: int,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    likely: int | None = None,
     config: DecodeConfig | None = None,
-    num_splits: int | None = None,
 ) -> None:
     """As plugins/mla_attention/decode_reference.py; the last axes are contiguous. bfloat16, float16 or float32.
 
-    Queries of length 0 need no slot. Allocates the parts' results (torch.empty) where contexts are split.
+    Queries of length 0 need no slot. Allocates what is to be merged (torch.empty).
     """
     if len(q) == 0:
         return
-    likely = min(likely or len(q), len(q))  # a rank's own requests can be fewer than its share
-    config = config or device_config(q, pages, latent, likely)
-    num_splits = num_splits or splits_for(q, pages, tables, stride, config, likely)
-    index = (pages, tables, slot, first, length, stride, latent, scale)
-    if num_splits == 1:
-        _launch(q, *index, out[:, None], lse[:, None] if lse is not None else None, config)
-    else:
-        _merge(*attention_parts(q, *index, config, num_splits), length, out, lse, config)
-
-
-def splits_for(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    tables: torch.Tensor,
-    stride: int,
-    config: DecodeConfig,
-    likely: int | None = None,
-) -> int:
-    """likely: as in device_config."""
-    programs = (likely or len(q)) * triton.cdiv(q.shape[1], config.block_h)
-    most_tiles = triton.cdiv(triton.cdiv(tables.shape[1], stride) * pages.shape[1], config.block_n)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
-    return choose_splits(programs, most_tiles, config, sms)
+    index = (pages, tables, slot, first, length, parts, stride, latent, scale)
+    merge(*_attend_to_parts(q, *index, out, lse, config or device_config(q, pages, latent)), parts, out, lse)
 
 
 def attention_parts(
@@ -342,71 +286,56 @@ def attention_parts(
     slot: torch.Tensor,
     first: torch.Tensor,
     length: torch.Tensor,
+    parts: Parts,
     stride: int,
     latent: int,
     scale: float,
     config: DecodeConfig,
-    num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to each of num_splits > 1 parts of the contexts, as merge_kernel takes it: outputs
-    [A, splits, H, L] and log-sum-exp [A, splits, H], float32. What has no row is not written."""
-    queries, heads, _ = q.shape
-    part = torch.empty((queries, num_splits, heads, latent), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((queries, num_splits, heads), dtype=torch.float32, device=q.device)
-    _launch(q, pages, tables, slot, first, length, stride, latent, scale, part, part_lse, config)
-    return part, part_lse
+    """Attention to each of the parts: outputs [n, H, L] and log-sum-exp [n, H], float32; past the last, undefined. For
+    at most EXTRA queries."""
+    index = (pages, tables, slot, first, length, parts, stride, latent, scale)
+    return _attend_to_parts(q, *index, None, None, config)
 
 
-def _launch(
+def _attend_to_parts(
     q: torch.Tensor,
     pages: torch.Tensor,
     tables: torch.Tensor,
     slot: torch.Tensor,
     first: torch.Tensor,
     length: torch.Tensor,
+    parts: Parts,
     stride: int,
     latent: int,
     scale: float,
-    part: torch.Tensor,
-    part_lse: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
     config: DecodeConfig,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole contexts into out and lse, if there is an out; other parts, or all, into what is returned."""
+    heads, width = q.shape[1:]
+    room = min(len(parts.part), 2 * EXTRA)
+    assert out is not None or room == len(parts.part), "no room to keep the parts of so many queries"
+    partial = torch.empty((room, heads, latent), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((room, heads), dtype=torch.float32, device=q.device)
+    results = (out, lse, partial, partial_lse)
     if config.hopper:
         index = (tables, slot, first, length, stride, latent, scale)
-        decode_hopper_kernel.launch(q, pages, *index, part, part_lse, config.num_stages, config.least_tiles)
-        return
-    queries, heads, width = q.shape
-    decode_kernel[(queries * triton.cdiv(heads, config.block_h), part.shape[1])](
+        decode_hopper_kernel.launch(q, pages, *index, parts, *results, config.num_stages)
+        return partial, partial_lse
+    decode_kernel[(len(parts.part) * triton.cdiv(heads, config.block_h),)](
         q, q.stride(0), q.stride(1),
         pages, pages.stride(0), pages.stride(1),
         tables, tables.stride(0),
-        slot, first, length, stride, part.shape[1], config.least_tiles, scale,
-        part, part.stride(0), part.stride(1), part.stride(2),
-        part_lse, *(part_lse.stride()[:2] if part_lse is not None else (0, 0)),
+        slot, first, length, parts.part, stride, scale,
+        out, *(out.stride()[:2] if out is not None else (0, 0)),
+        lse, lse.stride(0) if lse is not None else 0,
+        partial, partial_lse,
         HEADS=heads, LATENT=latent, ROPE=width - latent, S=pages.shape[1],
         BLOCK_H=config.block_h, BLOCK_N=config.block_n,
         BLOCK_L=max(16, triton.next_power_of_2(latent)), BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
         PARTS=config.parts if latent >= 256 else 1,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(q),
     )  # fmt: skip
-
-
-def _merge(
-    part: torch.Tensor,
-    part_lse: torch.Tensor | None,
-    length: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    config: DecodeConfig,
-) -> None:
-    queries, num_splits, heads, latent = part.shape
-    at_once = min(MERGE_BLOCK, triton.next_power_of_2(num_splits))
-    block = min(512, MERGE_NUMBERS // at_once, triton.next_power_of_2(latent))
-    merge_kernel[(queries, heads, triton.cdiv(latent, block))](
-        part, part_lse, length, num_splits, config.least_tiles,
-        out, out.stride(0), out.stride(1),
-        lse, lse.stride(0) if lse is not None else 0,
-        HEADS=heads, LATENT=latent, BLOCK_N=config.block_n,
-        BLOCK_S=at_once, BLOCK_L=block,
-        num_warps=4, **overlap(out),
-    )  # fmt: skip
+    return partial, partial_lse

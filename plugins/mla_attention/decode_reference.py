@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from splash_plugins.mla_attention.cut import Parts
 from splash_plugins.mla_attention.reference import mla_decode
 
 
@@ -17,16 +18,15 @@ def decode(
     slot: torch.Tensor,
     first: torch.Tensor,
     length: torch.Tensor,
+    parts: Parts | None,
     stride: int,
     latent: int,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    likely: int | None = None,
 ) -> None:
-    """Absorbed queries against the rows of their contexts that this rank holds. likely: about so many queries have a
-    context, the others length 0 (None: all have one); nothing depends on it but the time that a GPU takes.
+    """Absorbed queries against the rows of their contexts that this rank holds. parts: what a GPU's programs take each
+    (cut.py), of these lengths; nothing but rounding depends on it, and here nothing does.
 
     q [A, H, W]; pages [P, S, W] of one layer; tables [slots, C] int32; slot, first, length [A] int32: row j < length[a]
     lies in page tables[slot[a], first[a] + stride * (j // S)] at offset j % S. Writes out [A, H, L] and lse [A, H]

@@ -31,9 +31,9 @@ def mla_attention_plugin(
         q=q, q_stride=HEADS * WIDTH, q_head_stride=WIDTH,
         pages=pool + LAYER * S * WIDTH, page_stride=LAYERS * S * WIDTH, row_stride=WIDTH,
         tables=tables, table_stride=columns, slot=slot, first=first, length=length,
-        stride=STRIDE, splits=1, least=1, scale=SCALE,
-        out=out, out_stride=HEADS * LATENT, out_split_stride=0, out_head_stride=LATENT,
-        lse=lse, lse_stride=HEADS, lse_split_stride=0,
+        part=None, stride=STRIDE, scale=SCALE,
+        out=out, out_stride=HEADS * LATENT, out_head_stride=LATENT,
+        lse=lse, lse_stride=HEADS, partial=None, partial_lse=None,
         HEADS=HEADS, LATENT=LATENT, ROPE=ROPE, S=S,
         BLOCK_H=BLOCK_H, BLOCK_L=BLOCK_L, BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, OVERLAP=False,
     )  # fmt: skip

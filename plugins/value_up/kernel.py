@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from splash_plugins.mla_attention.cut import Parts
 from splash_plugins.mla_attention.decode_kernel import (
     DecodeConfig,
     attention_parts,
     decode,
     device_config,
     device_shared_bytes,
-    splits_for,
 )
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
@@ -62,40 +62,39 @@ def value_up_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=(a < queries)[:, None] & (column < VALUE)[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "splits", "least"])
+@triton.jit(do_not_specialize=["queries"])
 def merge_up_kernel(
-    partial, partial_lse, length, splits, least, w_uv, out, out_stride, out_head_stride, queries, first_head,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_V: tl.constexpr,
+    partial, partial_lse, read_part, w_uv, out, out_stride, out_head_stride, queries, first_head,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partial [A, splits, HEADS, L] and partial_lse [A, splits, HEADS] as decode_kernel wrote them, in parts of `least`
-    tiles of BLOCK_N rows or more, to out. Weights are of heads from first_head on. SPLITS is a power of 2, not below
-    splits."""
+    """partial [n, HEADS, L] and partial_lse [n, HEADS] as decode_kernel wrote them, where read_part [A, 2] says which
+    are whose, to out. Weights are of heads from first_head on."""
     head = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     latent = tl.arange(0, BLOCK_L)
     w = _weights(w_uv, head, column, latent, VALUE, LATENT)
     a = tl.program_id(2) * BLOCK_A + tl.arange(0, BLOCK_A)
-    tiles = tl.cdiv(tl.load(length + a, mask=a < queries, other=0), BLOCK_N)
-    written = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), least))
-    first = a.to(tl.int64) * splits * HEADS + first_head + head
+    first = tl.load(read_part + 2 * a, mask=a < queries, other=0)
+    count = tl.load(read_part + 2 * a + 1, mask=a < queries, other=0)
     wait_for_inputs(OVERLAP)
-    split = tl.arange(0, SPLITS)[None, :]
-    live = split < written[:, None]
-    lse = tl.load(partial_lse + first[:, None] + split * HEADS, mask=live, other=-float("inf"))
-    top = tl.max(lse, 1)
-    top = tl.where(top > -float("inf"), top, 0)
-    total = tl.sum(tl.exp(lse - top[:, None]), 1)
+    top = tl.full((BLOCK_A,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_A,), tl.float32)
     sums = tl.zeros((BLOCK_A, BLOCK_L), tl.float32)
-    for begin in range(0, tl.max(written, 0), BLOCK_S):
+    for begin in range(0, tl.max(count, 0), BLOCK_S):
         part = begin + tl.arange(0, BLOCK_S)
-        row = first[:, None] + part[None, :] * HEADS
-        there = part[None, :] < written[:, None]
-        weight = tl.exp(tl.load(partial_lse + row, mask=there, other=-float("inf")) - top[:, None])
+        there = part[None, :] < count[:, None]
+        row = (first[:, None] + part[None, :]).to(tl.int64) * HEADS + first_head + head
+        lse = tl.load(partial_lse + row, mask=there, other=-float("inf"))
         inside = there[:, :, None] & (latent < LATENT)[None, None, :]
         values = tl.load(partial + row[:, :, None] * LATENT + latent[None, None, :], mask=inside, other=0)
-        sums += tl.sum(values * weight[:, :, None], 1)
+        top, before = tl.maximum(top, tl.max(lse, 1)), top
+        base = tl.where(top > -float("inf"), top, 0)  # queries without a row have none
+        fade = tl.exp(before - base)
+        weight = tl.exp(lse - base[:, None])
+        total = total * fade + tl.sum(weight, 1)
+        sums = sums * fade[:, None] + tl.sum(values * weight[:, :, None], 1)
     merged = (sums / tl.where(total > 0, total, 1)[:, None]).to(w.dtype)
     result = tl.dot(merged, tl.trans(w), input_precision="ieee")
     to = out + a[:, None] * out_stride + head * out_head_stride + column[None, :]
@@ -128,8 +127,7 @@ def merge_columns(row_bytes: int, shared_bytes: int) -> int:
 def merge_up(
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
-    length: torch.Tensor,
-    config: DecodeConfig,
+    read_part: torch.Tensor,
     w_uv: torch.Tensor,
     first_head: int,
     out: torch.Tensor,
@@ -137,19 +135,17 @@ def merge_up(
     block_v: int | None = None,
     parts: int = PARTS,
 ) -> None:
-    """partial [A, splits, H, L], partial_lse [A, splits, H]: attention_parts in decode_kernel.py, of length
-    [A] rows, cut by config; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
-    queries, splits, all_heads, num_latent = partial.shape
+    """partial [n, H, L], partial_lse [n, H]: attention_parts in decode_kernel.py, and which of them are whose,
+    read_part [A, 2]; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
+    queries, (all_heads, num_latent) = len(read_part), partial.shape[1:]
     heads, value = w_uv.shape[:2]
     block_a = min(4, triton.next_power_of_2(queries))
     block_l = max(16, triton.next_power_of_2(num_latent))
     block_v = block_v or merge_columns(block_l * w_uv.element_size(), device_shared_bytes(w_uv))
     merge_up_kernel[(triton.cdiv(value, block_v), heads, triton.cdiv(queries, block_a))](
-        partial, partial_lse, length, splits, config.least_tiles,
-        w_uv, out, out.stride(0), out.stride(1), queries, first_head,
-        HEADS=all_heads, LATENT=num_latent, VALUE=value, BLOCK_N=config.block_n,
-        BLOCK_A=block_a, BLOCK_S=parts // block_a, SPLITS=triton.next_power_of_2(splits),
-        BLOCK_L=block_l, BLOCK_V=block_v,
+        partial, partial_lse, read_part, w_uv, out, out.stride(0), out.stride(1), queries, first_head,
+        HEADS=all_heads, LATENT=num_latent, VALUE=value,
+        BLOCK_A=block_a, BLOCK_S=parts // block_a, BLOCK_L=block_l, BLOCK_V=block_v,
         num_warps=8, **overlap(partial),
     )  # fmt: skip
 
@@ -161,6 +157,7 @@ def decode_values(
     slot: torch.Tensor,
     first: torch.Tensor,
     length: torch.Tensor,
+    parts: Parts,
     stride: int,
     latent: int,
     scale: float,
@@ -168,7 +165,6 @@ def decode_values(
     out: torch.Tensor,
     *,
     config: DecodeConfig | None = None,
-    num_splits: int | None = None,
     fuse: bool | None = None,
 ) -> None:
     """As reference.py, with the demands of decode_kernel.decode and value_up. fuse: merge parts and apply weights in
@@ -176,19 +172,18 @@ def decode_values(
     if len(q) == 0:
         return
     config = config or device_config(q, pages, latent)
-    num_splits = num_splits or splits_for(q, pages, tables, stride, config)
-    index = (pages, tables, slot, first, length, stride, latent, scale)
+    index = (pages, tables, slot, first, length, parts, stride, latent, scale)
     if fuse is None:
         fuse = len(q) <= MOST_FUSED
     heads = 0
-    if fuse and num_splits > 1:
-        parts = attention_parts(q, *index, config, num_splits)
+    if fuse:
+        partial = attention_parts(q, *index, config)
         for w in w_uv:
-            merge_up(*parts, length, config, w, heads, out[:, heads : heads + len(w)])
+            merge_up(*partial, parts.read_part, w, heads, out[:, heads : heads + len(w)])
             heads += len(w)
         return
     latents = q.new_empty((*q.shape[:2], latent))
-    decode(q, *index, latents, None, config=config, num_splits=num_splits)
+    decode(q, *index, latents, None, config=config)
     for w in w_uv:
         value_up(latents[:, heads : heads + len(w)], w, out[:, heads : heads + len(w)])
         heads += len(w)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from splash_plugins.mla_attention.cut import Parts
 from splash_plugins.mla_attention.decode_reference import decode
 
 
@@ -24,6 +25,7 @@ def decode_values(
     slot: torch.Tensor,
     first: torch.Tensor,
     length: torch.Tensor,
+    parts: Parts | None,
     stride: int,
     latent: int,
     scale: float,
@@ -32,7 +34,7 @@ def decode_values(
 ) -> None:
     """decode of decode_reference.py, then value_up by blocks of heads; what is in between is rounded to q's dtype."""
     latents = q.new_empty((*q.shape[:2], latent))
-    decode(q, pages, tables, slot, first, length, stride, latent, scale, latents, None)
+    decode(q, pages, tables, slot, first, length, parts, stride, latent, scale, latents, None)
     begin = 0
     for w in w_uv:
         heads = slice(begin, begin + len(w))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from splash_engines.kernels import Kernels
+from splash_plugins.mla_attention.cut import NUM_SMS
 from splash_trt.cache.placement import num_pages
 from splash_trt.cache.storage import PageStorage
 from splash_trt.config import EngineConfig
@@ -39,6 +40,7 @@ from splash_trt.runtime.sampler import RowParams, Sampled, Sampler
 from splash_trt.runtime.shapes import Shapes
 from splash_trt.runtime.step_arrays import ArrayBuilder
 from splash_trt.runtime.upload import Uploader
+from splash_trt.weights.shards import heads_of
 from splash_trt.weights.source import WeightSource
 from splash_trt.weights.spec import partition
 from splash_trt.weights.store import WeightStore
@@ -90,7 +92,8 @@ class DeviceRunner:
         self._target_tables = torch.zeros_like(self._state.tables)
         first, end = partition(model.vocab_size, size)[rank]
         shapes = Shapes(config, parts.decode_sizes)
-        builder = ArrayBuilder(config, rank, self._tables, shapes)
+        cut = {"heads": heads_of(model, size), "num_sms": _num_sms(self._device)}
+        builder = ArrayBuilder(config, rank, self._tables, shapes, **cut)
         self._upload = Uploader(self._device, _fixed_bytes(config, max(parts.decode_sizes, default=0)))
         programs = {
             layout: parts.program(model, config, layout, parts.kernels, parts.peers, self._state, world.watch)
@@ -265,7 +268,11 @@ def _rank_state(
     )
 
 
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+
+
 def _fixed_bytes(config: EngineConfig, largest: int) -> int:
-    """Of the arrays of the largest padded step: some 25 numbers for each row, and of context rows their places."""
+    """Of the arrays of the largest padded step: some 30 numbers for each row, and of context rows their places."""
     rows = config.num_ranks * max(largest, config.max_batch_tokens)
     return 256 * rows + 16 * config.context_block + (1 << 16)

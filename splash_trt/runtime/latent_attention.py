@@ -13,6 +13,7 @@ import torch
 from splash_engines import ops
 from splash_engines.kernels import Kernels
 from splash_plugins.few_rows.parts import PartSum
+from splash_plugins.mla_attention.cut import Parts
 from splash_trt.config import Layout
 from splash_trt.layout.spec import SPECS, Residency
 from splash_trt.models.config import ModelConfig
@@ -155,18 +156,16 @@ class LatentAttention:
         """What decoding is told of the contexts: from the block tables to the scale of scores."""
         a = step.arrays
         stride = self._peers.size if self._layout is Layout.CP else 1
-        index = (self._state.tables, a["read_slot"], a["read_first"], a["read_length"], stride)
-        return *index, self._model.kv_lora_rank, self._model.softmax_scale
+        index = (self._state.tables, a["read_slot"], a["read_first"], a["read_length"])
+        parts = Parts(part=a["part"], read_part=a["read_part"], merged=a["merged"])
+        return *index, parts, stride, self._model.kv_lora_rank, self._model.softmax_scale
 
     def _at_owner(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
         """DOP: every rank has all tokens but only its heads; owners have the rows and attend with all heads."""
         a = step.arrays
         q = self._peers.to_owners(absorbed, a["owned"], self._heads)
         out = self._peers.buffer((*q.shape[:2], self._model.kv_lora_rank), self._dtype)
-        # There is room for all queries, should one rank own all requests. Contexts cut for so many programs would leave
-        # most of a GPU idle: it took 1.65 times as long among two ranks.
-        likely = -(-step.shape.absorbed // self._peers.size)
-        self._k.decode(q, pages, *self._reads(step), out, None, likely=likely)
+        self._k.decode(q, pages, *self._reads(step), out, None)
         return self._peers.to_heads(out, a["owner"], a["owner_place"], self._heads)
 
     def _by_stripes(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:

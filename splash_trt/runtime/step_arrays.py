@@ -8,10 +8,12 @@ steps; padding reads nothing and writes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from splash_plugins.mla_attention import cut
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.partition import token_ranks
 from splash_trt.layout.spec import SPECS, PlacementKind, Tokens
@@ -30,7 +32,7 @@ class StepArrays:
     padded: bool
     """To one of the deployment's shapes, which a graph may be captured for."""
     arrays: dict[str, np.ndarray]
-    """By name, as `_FIELDS` says."""
+    """By name, as `_FIELDS` says; and those of Parts in plugins/mla_attention/cut.py."""
     counts: tuple[int, ...]
     """[N] hidden states of each rank; what collectives on a host's side go by, as kernels go by `offsets`."""
     absorbed_counts: tuple[int, ...]
@@ -42,8 +44,20 @@ class StepArrays:
 class ArrayBuilder:
     """Builds StepArrays for one rank."""
 
-    def __init__(self, config: EngineConfig, rank: int, tables: BlockTables, shapes: Shapes) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        tables: BlockTables,
+        shapes: Shapes,
+        *,
+        heads: Sequence[int],
+        num_sms: int = cut.NUM_SMS,
+    ) -> None:
+        """heads: of attention, each rank's; num_sms: multiprocessors of the device."""
         self._config = config
+        self._heads = heads
+        self._num_sms = num_sms
         self._rank = rank
         self._tables = tables
         self._shapes = shapes
@@ -92,7 +106,7 @@ class ArrayBuilder:
         return StepArrays(
             shape=shape,
             padded=padded,
-            arrays=_padded(arrays, shape, num_ranks, len(self._tables.sampling)),
+            arrays=self._sized(arrays, shape),
             counts=tuple(counts.tolist()),
             absorbed_counts=tuple(per_rank.tolist()),
             rounds=rounds,
@@ -100,16 +114,22 @@ class ArrayBuilder:
 
     def padding(self, shape: Shape) -> StepArrays:
         """A step of that shape in which nobody has a token."""
-        num_ranks = self._config.num_ranks
         empty = {name: np.zeros(0, np.int64) for name in _FIELDS}
         return StepArrays(
             shape=shape,
             padded=True,
-            arrays=_padded(empty, shape, num_ranks, len(self._tables.sampling)),
-            counts=(0,) * num_ranks,
-            absorbed_counts=(0,) * num_ranks,
+            arrays=self._sized(empty, shape),
+            counts=(0,) * self._config.num_ranks,
+            absorbed_counts=(0,) * self._config.num_ranks,
             rounds=(padded_round((), shape.context, shape.segments),) if shape.context else (),
         )
+
+    def _sized(self, arrays: dict[str, np.ndarray], shape: Shape) -> dict[str, np.ndarray]:
+        """Padded, with the contexts cut into parts for the heads that attend to them here."""
+        sized = _padded(arrays, shape, self._config.num_ranks, len(self._tables.sampling))
+        heads = self._heads[self._rank] if shape.layout is Layout.TP else sum(self._heads)
+        found = cut.cut(sized["read_length"], heads, self._num_sms)
+        return sized | dict(zip(("part", "read_part", "merged"), found, strict=True))
 
     def _token_ranks(self, plan: Plan) -> np.ndarray:
         """[T]: the rank that computes each token; this one where all do."""

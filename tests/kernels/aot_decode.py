@@ -14,8 +14,8 @@ from splash_plugins.mla_attention.decode_kernel import (
     DecodeConfig,
     choose_config,
     decode_kernel,
-    merge_kernel,
 )
+from splash_plugins.mla_attention.decode_merge_kernel import MERGE_BLOCK, MERGE_NUMBERS, merge_kernel
 from splash_plugins.norm.kernel import add_norm_kernel, norm_warps
 from splash_plugins.rope_q.kernel import rope_q_kernel
 from splash_plugins.value_up.kernel import BLOCK_V, merge_columns, merge_up_kernel, value_up_kernel
@@ -26,7 +26,19 @@ HIDDEN, HEADS, NOPE, VALUE, LATENT, ROPE, QUERY_LATENT = 2048, 10, 192, 256, 512
 PAGE_TOKENS = 64
 # What the rest of the arguments are: bfloat16 tensors, or integers.
 FLOAT32 = ("cos", "sin", "lse", "partial", "partial_lse")
-INT32 = ("tables", "slot", "first", "length", "page", "offset", "target_page", "target_offset")
+INT32 = (
+    "tables",
+    "slot",
+    "first",
+    "length",
+    "part",
+    "read_part",
+    "merged",
+    "page",
+    "offset",
+    "target_page",
+    "target_offset",
+)
 TENSORS = ("q", "qkv", "hidden", "delta", "weight", "out", "pages", "rows", "latent", "absorbed", "q_norm", "kv_norm",
            "w_uk", "w_uv", "latents", "x", "w", "gate_up")  # fmt: skip
 
@@ -37,6 +49,8 @@ def _kernel(
     constexprs = {**constexprs, "OVERLAP": overlap}
     types: dict[str, str] = {}
     for name in function.arg_names:  # type: ignore[attr-defined]
+        if name in constexprs:
+            continue
         if name in FLOAT32:
             types[name] = "*fp32"
         elif name in INT32:
@@ -45,7 +59,7 @@ def _kernel(
             types[name] = "*bf16"
         elif name in ("eps", "scale"):
             types[name] = "fp32"
-        elif name not in constexprs:
+        else:
             # A page's stride in an arena of all layers is the only number that may pass 2³¹.
             types[name] = "i64" if name == "page_stride" else "i32"
     options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -58,22 +72,22 @@ def _kernel(
     )
 
 
-def _decode(config: DecodeConfig, overlap: bool) -> Kernel:
+def _decode(config: DecodeConfig, none: dict[str, object], overlap: bool) -> Kernel:
+    """none: the results that are not wanted."""
     attend = {"HEADS": HEADS, "LATENT": LATENT, "ROPE": ROPE, "S": PAGE_TOKENS, "BLOCK_L": 512, "BLOCK_R": 64}
     blocks = {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "PARTS": config.parts}
-    kernel = _kernel(decode_kernel, {**attend, **blocks}, overlap, config.num_warps, config.num_stages)
-    return _wide(kernel)
+    return _kernel(decode_kernel, {**attend, **blocks, **none}, overlap, config.num_warps, config.num_stages)
 
 
 def _wide(kernel: Kernel) -> Kernel:
-    """Parts of a context, or of a product, are float32."""
+    """Parts of a product are float32."""
     return dataclasses.replace(kernel, types={**kernel.types, "out": "*fp32"})
 
 
 def kernels(target: Target) -> list[Kernel]:
     is_hopper = target.name == "sm_90"
     config, few_queries = (choose_config(HEADS, 2, target.shared_bytes, is_hopper, n) for n in (MANY_QUERIES, 1))
-    tile = {"HEADS": HEADS, "LATENT": LATENT, "BLOCK_N": config.block_n}
+    merge = {"HEADS": HEADS, "LATENT": LATENT}
     heads = {"HEADS": 20, "NOPE": NOPE, "LATENT": LATENT, "R": ROPE, "INTERLEAVED": True}
     row = {"Q": QUERY_LATENT, "L": LATENT, "R": ROPE, "INTERLEAVED": True}
     overlap = overlaps(target)
@@ -91,13 +105,14 @@ def kernels(target: Target) -> list[Kernel]:
     few = {"BLOCK_T": 16, "CHUNK": CHUNK, "PARTS": PARTS}
     parted = {"DEPTH": HEADS * VALUE, "WIDTH": HIDDEN, "PART": PART, "CHUNK": PART_CHUNK, "BLOCK_N": COLUMNS}
     columns = merge_columns(2 * LATENT, target.shared_bytes)
-    merged = {**tile, **up, "BLOCK_V": columns, "BLOCK_A": 4, "BLOCK_S": PARTS_MERGED // 4, "SPLITS": 16}
+    merged = {**merge, **up, "BLOCK_V": columns, "BLOCK_A": 4, "BLOCK_S": PARTS_MERGED // 4}
     return [
         _kernel(add_norm_kernel, {"SIZE": HIDDEN, "BLOCK": HIDDEN}, overlap, norm_warps(HIDDEN)),
         _kernel(latent_rows_kernel, {**row, "BLOCK_Q": 1024, "BLOCK_L": 512, "BLOCK_R": 32}, overlap, norm_warps(1024)),
         _kernel(rope_q_kernel, {**heads, "ROWS": 64, "BLOCK_R": 32, "IN_PLACE": True}, overlap, 4),
-        *(_decode(one, overlap) for one in dict.fromkeys((config, few_queries))),
-        _kernel(merge_kernel, {**tile, "BLOCK_S": 16, "BLOCK_L": 128}, overlap, 4),
+        _decode(config, {"lse": None}, overlap),
+        _decode(few_queries, {"out": None, "lse": None}, overlap),
+        _kernel(merge_kernel, {**merge, "BLOCK_S": MERGE_BLOCK, "BLOCK_L": MERGE_NUMBERS // MERGE_BLOCK}, overlap, 4),
         _kernel(absorb_kernel, absorb, overlap, 4),
         _kernel(value_up_kernel, {**product, **up}, overlap, 4),
         _kernel(merge_up_kernel, merged, overlap, 8),

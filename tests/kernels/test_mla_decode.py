@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from splash_plugins.mla_attention import decode_hopper_kernel, decode_reference
-from splash_plugins.mla_attention.decode_kernel import DecodeConfig, choose_splits, decode, hopper_config, splits_for
+from splash_plugins.mla_attention.cut import Parts, cut, parts_of
+from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode, hopper_config
 
 pytestmark = pytest.mark.kernels
 
 SCALE = 0.21
-CONFIG = DecodeConfig(block_h=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=1)
+CONFIG = DecodeConfig(block_h=16, block_n=32, num_warps=4, num_stages=1)
+UNCUT = 1000
 
 
 @dataclass
@@ -27,7 +29,13 @@ class Case:
     stride: int
     latent: int
 
-    def run(self, function, num_heads: int, **options) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    def parts(self, size: int | None = None) -> Parts:
+        """Of `size` tiles at most; None: as they are cut by themselves."""
+        length = self.length.cpu().numpy()
+        found = cut(length, self.q.shape[1]) if size is None else parts_of(length, size)
+        return Parts(*(torch.from_numpy(array).to(self.q.device) for array in found))
+
+    def run(self, function, num_heads: int, size: int | None = None, **options) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
         out = torch.full((len(self.q), num_heads + 1, self.latent), torch.nan, device=self.q.device)[:, :num_heads]
         lse = torch.full((len(self.q), num_heads + 2), torch.nan, device=self.q.device)[:, :num_heads]
         function(
@@ -37,6 +45,7 @@ class Case:
             self.slot,
             self.first,
             self.length,
+            self.parts(size),
             self.stride,
             self.latent,
             SCALE,
@@ -93,48 +102,55 @@ def check(case: Case, heads: int, **options) -> None:  # type: ignore[no-untyped
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("size", [UNCUT, 2, 1])
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_ragged_lengths(device: str, stride: int, splits: int) -> None:
-    case = make([0, 1, 63, 64, 65, 130, 0], stride=stride, device=device, seed=stride)
-    check(case, 3, config=CONFIG, num_splits=splits)
+def test_ragged_lengths(device: str, stride: int, size: int) -> None:
+    case = make([0, 1, 63, 64, 65, 200, 0, 129], stride=stride, device=device, seed=stride)
+    check(case, 3, config=CONFIG, size=size)
+
+
+def test_one_long_context(device: str) -> None:
+    """Merged in several rounds, among others that are not."""
+    case = make([100, 17 * 64 + 5, 64, 0], device=device)
+    check(case, 3, config=CONFIG, size=1)
+
+
+def test_more_contexts_to_merge_than_programs(device: str) -> None:
+    lengths = [65 + a % 3 for a in range(70)]
+    case = make(lengths, heads=1, latent=16, rope=16, device=device)
+    check(case, 1, config=CONFIG, size=1)
+    assert int((case.parts(1).merged >= 0).sum()) == len(lengths)
 
 
 @pytest.mark.parametrize("page_tokens", [4, 24, 64])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_tiles_and_pages(device: str, page_tokens: int, block_n: int) -> None:
     case = make([70, 5, 33], page_tokens=page_tokens, stride=2, device=device)
-    check(case, 3, config=DecodeConfig(16, block_n, 4, 2, 1), num_splits=2)
+    check(case, 3, config=DecodeConfig(16, block_n, 4, 2), size=1)
 
 
 @pytest.mark.parametrize("heads, latent, rope", [(1, 32, 16), (16, 24, 8), (20, 16, 6)])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_shapes(device: str, heads: int, latent: int, rope: int, splits: int) -> None:
-    case = make([40, 3], heads=heads, latent=latent, rope=rope, device=device)
-    check(case, heads, config=CONFIG, num_splits=splits)
+@pytest.mark.parametrize("size", [UNCUT, 1])
+def test_shapes(device: str, heads: int, latent: int, rope: int, size: int) -> None:
+    case = make([70, 3], heads=heads, latent=latent, rope=rope, device=device)
+    check(case, heads, config=CONFIG, size=size)
 
 
 def test_chosen_config(device: str) -> None:
     check(make([200, 0, 7], device=device), 3)
 
 
-def test_padding_takes_no_programs_from_the_others(device: str) -> None:
-    """Where most queries have no context, those that have one are cut into more parts, with the same result."""
-    case = make([130, 64, 0, 0, 0, 0, 0, 0], device=device)
-    arguments = (case.q, case.pages, case.tables, case.stride, CONFIG)
-    more, fewer = splits_for(*arguments, likely=2), splits_for(*arguments)
-    assert more > fewer if device == "cpu" else more >= fewer  # a whole GPU has room for all parts of so short contexts
-    for likely in (1, 2, 100, None):
-        check(case, 3, likely=likely)
+def test_no_query_has_a_context(device: str) -> None:
+    check(make([0, 0], device=device), 3)
 
 
 def test_log_sum_exp_is_optional(device: str) -> None:
     case = make([65, 0, 9], device=device)
     want, _ = case.run(decode_reference.decode, 3)
-    for splits in (1, 3):
+    for size in (UNCUT, 1):
         out = torch.full_like(want, torch.nan)
-        arguments = (case.q, case.pages, case.tables, case.slot, case.first, case.length, case.stride, case.latent)
-        decode(*arguments, SCALE, out, None, config=CONFIG, num_splits=splits)
+        index = (case.pages, case.tables, case.slot, case.first, case.length, case.parts(size))
+        decode(case.q, *index, case.stride, case.latent, SCALE, out, None, config=CONFIG)
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
@@ -142,9 +158,9 @@ def test_half_precision(device: str) -> None:
     """Products in half precision, sums in float32: as exact as the output's dtype."""
     case = make([130, 64, 0, 7], heads=5, device=device)
     want, want_lse = case.run(decode_reference.decode, 5)
-    for splits in (1, 3):
+    for size in (UNCUT, 1):
         half = replace(case, q=case.q.half(), pages=case.pages.half())
-        out, lse = half.run(decode, 5, config=CONFIG, num_splits=splits)
+        out, lse = half.run(decode, 5, size, config=CONFIG)
         torch.testing.assert_close(out, want, rtol=5e-3, atol=5e-3)
         torch.testing.assert_close(lse, want_lse, rtol=5e-3, atol=5e-3)
 
@@ -156,23 +172,8 @@ def test_no_queries(device: str) -> None:
 
 def test_repeats_bit_for_bit(device: str) -> None:
     case = make([150, 64, 90], device=device)
-    first, second = (case.run(decode, 3, config=CONFIG, num_splits=4) for _ in range(2))
+    first, second = (case.run(decode, 3, 1, config=CONFIG) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-
-
-@pytest.mark.parametrize("least", [2, 3])
-def test_parts_of_several_tiles(device: str, least: int) -> None:
-    """Fewer parts than splits, and the last one shorter; contexts of less than a part, and none."""
-    case = make([150, 64, 90, 1, 0, 16, 33], device=device)
-    check(case, 3, config=replace(CONFIG, least_tiles=least), num_splits=5)
-
-
-def test_splits_fill_the_device_and_no_more() -> None:
-    assert choose_splits(1, 1000, CONFIG, 132) == 64
-    assert choose_splits(2, 1000, CONFIG, 132) == 32
-    assert choose_splits(1, 10, CONFIG, 132) == 10
-    assert choose_splits(16, 1000, CONFIG, 132) == 8
-    assert choose_splits(512, 1000, CONFIG, 132) == 1
 
 
 @pytest.mark.gpu
@@ -191,10 +192,26 @@ def test_hopper(device: str, stages: int, heads: int, dtype: torch.dtype, stride
     case = replace(case, q=case.q.to(dtype), pages=case.pages.to(dtype))
     assert decode_hopper_kernel.supports(case.q, case.pages, case.latent)
     want, want_lse = replace(case, q=case.q.float(), pages=case.pages.float()).run(decode_reference.decode, heads)
-    for splits in (1, 3, 40):
-        out, lse = case.run(decode, heads, config=hopper_config(stages, heads, splits), num_splits=splits)
+    for size in (UNCUT, 3, 1, None):
+        out, lse = case.run(decode, heads, size, config=hopper_config(stages, heads))
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse, want_lse, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("heads", [10, 128])
+@pytest.mark.parametrize("lengths", [[300] * 40 + [9000], [0, 5000, 70] + [64] * 200])
+def test_uneven_on_hopper(device: str, stages: int, heads: int, lengths: list[int]) -> None:
+    """One context is cut and merged, the others are written where they belong; as the host cuts them."""
+    case = make(lengths, heads=heads, latent=512, rope=64, device=device, seed=heads)
+    case = replace(case, q=case.q.bfloat16(), pages=case.pages.bfloat16())
+    want, want_lse = replace(case, q=case.q.float(), pages=case.pages.float()).run(decode_reference.decode, heads)
+    count = case.parts().read_part[:, 1].tolist()
+    assert count[lengths.index(max(lengths))] > 1 and 1 in count
+    out, lse = case.run(decode, heads, config=hopper_config(stages, heads))
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=2e-3, atol=2e-3)
 
 
 def test_hopper_keeps_to_what_it_can_do(device: str) -> None:

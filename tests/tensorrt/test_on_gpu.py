@@ -177,6 +177,6 @@ def test_mla_attention_in_a_network(api: Api, plugins: Any) -> None:
     )
     executor.run("built", None, given, {"out": out, "lse": lse})
     tensors = [given[name] for name in ("tables", "slot", "first", "length")]
-    decode(given["q"], given["pool"][:, 2], *tensors, 1, 64, 0.125, expected, expected_lse)
+    decode(given["q"], given["pool"][:, 2], *tensors, None, 1, 64, 0.125, expected, expected_lse)
     torch.testing.assert_close(ops.wide(out), ops.wide(expected), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-2, atol=1e-2)

@@ -15,12 +15,15 @@ from splash_trt.runtime.shapes import Shapes, ladder
 from splash_trt.runtime.step_arrays import ArrayBuilder, StepArrays
 from splash_trt.runtime.upload import Uploader
 from tests.plans import empty_plan
+from tests.unit.test_cut import check as check_parts
 
 PAGES = 20
 # max_batch_tokens, max_running, the largest decoding step that is padded.
 SIZES = [(40, 6, 6), (40, 16, 8), (7, 3, 3), (1, 1, 1), (600, 12, 12), (400, 150, 150)]
 READS_NOTHING = {"want_rank": -1, "owned": -1, "owner": -1, "page": -1, "target_page": -1, "stripe_page": -1, "ids": -1,
                  "id_slot": -1, "read_length": 0}  # fmt: skip
+
+PARTS = ("part", "read_part", "merged")
 
 
 def random_plan(config: EngineConfig, layout: Layout, rng: np.random.Generator, decodes: float) -> Plan:
@@ -61,12 +64,18 @@ def built(config: EngineConfig, plan: Plan, decode: list[int]) -> list[StepArray
     for rank in range(config.num_ranks):
         tables = BlockTables(rank, config.num_ranks, config.max_running, PAGES)
         tables.all_pages[:] = np.arange(config.max_running * PAGES, dtype=np.int32).reshape(-1, PAGES)
-        found.append(ArrayBuilder(config, rank, tables, Shapes(config, decode)).build(plan))
+        heads = range(4, 4 + config.num_ranks)
+        found.append(ArrayBuilder(config, rank, tables, Shapes(config, decode), heads=heads).build(plan))
     return found
 
 
 def check(plain: StepArrays, padded: StepArrays) -> None:
+    for step in (plain, padded):
+        found = [step.arrays[name] for name in PARTS]
+        check_parts(step.arrays["read_length"], (found[0], found[1], found[2]))
     for name, values in plain.arrays.items():
+        if name in PARTS:
+            continue
         count = len(values)
         assert padded.arrays[name][:count].tolist() == values.tolist(), name
         assert (padded.arrays[name][count:] == READS_NOTHING.get(name, padded.arrays[name][count:])).all(), name

@@ -1,0 +1,116 @@
+"""How contexts are cut into parts, so that a GPU's multiprocessors end decode attention at about the same time.
+
+Decided once a step, for all its layers, on the host, which knows the contexts' lengths. Numpy; a kernel's programs take
+a part each. A queries; a tile is 64 rows, whatever a kernel takes at a time. What a part costs besides its tiles, and
+what merging costs, is as measured on an H200 with 10 heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+TILE_ROWS = 64
+# Parts beyond one a query, at most: so many that one context can fill an H200. With A they are the arrays' size, which
+# a captured graph fixes.
+EXTRA = 128
+MOST_PARTS = 128  # of one context
+NUM_SMS = 132
+# Of heads: what a program takes at most, and up to which two programs share a multiprocessor, from so many queries on.
+BLOCK_HEADS, MOST_SHARED_HEADS, SHARED_FROM = 64, 32, 192
+# What a part costs besides its tiles, in tiles: beginning and writing; and being merged, of the context that has most.
+_PART, _MERGED = 2.0, 1 / 16
+# Sizes that are tried: of equal parts of the longest context, and times the least that is possible.
+_EQUAL, _STEPS = np.arange(1, 9), 1.1 ** np.arange(25)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """int32 on the device; all in contexts' order within a query."""
+
+    part: torch.Tensor
+    """[A + EXTRA, 3]: query, first row (a multiple of TILE_ROWS), rows; query -1 past the last."""
+    read_part: torch.Tensor
+    """[A, 2]: a query's first part and how many it has, one where it has no row."""
+    merged: torch.Tensor
+    """[min(A, EXTRA)]: queries with several parts; -1 past the last. These are the first of all, so that 2 EXTRA hold
+    what is to be merged."""
+
+
+def shares_sm(queries: int, heads: int) -> bool:
+    """Whether two programs of Hopper's kernels fit on a multiprocessor."""
+    return queries >= SHARED_FROM and heads <= MOST_SHARED_HEADS
+
+
+def cut(length: np.ndarray, heads: int, num_sms: int = NUM_SMS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of Parts for queries of length [A] rows and so many heads."""
+    at_once = num_sms * (1 + shares_sm(len(length), heads)) // -(-heads // BLOCK_HEADS)
+    return parts_of(length, part_tiles(-(-length // TILE_ROWS), max(1, at_once)))
+
+
+def part_tiles(tiles: np.ndarray, at_once: int) -> int:
+    """Tiles that a part has at most, of contexts of tiles [A], for `at_once` programs at a time.
+
+    What counts is the end of the last program. It comes no sooner than the end of the largest part, nor than that of
+    equal shares; and if the parts take several rounds, some program's place has seen one of the last round and others
+    before it, none of them smaller. Where there are more queries, a second or third tile in a part costs next to
+    nothing, and parts are merged sooner.
+    """
+    ascending = np.sort(tiles)
+    ascending = ascending[np.searchsorted(ascending, 1) :]
+    live = len(ascending)
+    if not live:
+        return 1
+    sums = np.cumsum(ascending)
+    longest, total = int(ascending[-1]), int(sums[-1])
+    least = 1 if live <= 2 else 2 if live < 16 else 3
+    lowest = max(least, -(-total // (live + EXTRA)), -(-longest // MOST_PARTS))
+    size = np.minimum(np.concatenate([-(-longest // _EQUAL), np.ceil(lowest * _STEPS).astype(np.int64)]), longest)
+    size = np.maximum(size, lowest)
+    whole = np.searchsorted(ascending, size, "right")  # so many contexts are not cut
+    cut_rows = total - np.where(whole > 0, sums[whole - 1], 0)
+    parts = np.ceil(ascending.astype(np.float32) / size.astype(np.float32)[:, None]).sum(1)
+    # The largest of the last round: the cut ones, which come first, or whole.
+    place = (np.ceil(parts / at_once) - 1) * at_once
+    is_cut = place < parts - whole
+    of_cut = cut_rows / np.maximum(parts - whole, 1)
+    of_whole = ascending[np.where(is_cut, 0, parts - 1 - place).astype(np.int64)]
+    last = np.where(is_cut, of_cut, of_whole)
+    end = np.maximum(size + _PART, (total + _PART * parts) / at_once)
+    end = np.maximum(end, (place / at_once + 1) * (last + _PART)) + -(-longest // size) * _MERGED
+    end[parts > live + EXTRA] = np.inf
+    return int(size[end.argmin()])
+
+
+def parts_of(length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of Parts where none has more than `size` tiles.
+
+    Queries with several parts come first, then long ones before short ones: what is left at the end is small.
+    """
+    queries = len(length)
+    tiles = -(-length // TILE_ROWS)
+    count = np.maximum(-(-tiles // size), 1)
+    several = count > 1
+    order = np.argsort(-(tiles // count + several * (1 << 30)), kind="stable")
+    num_several = int(several.sum())
+    split, whole = order[:num_several], order[num_several:]
+    counts = count[order]
+    begins = np.cumsum(counts) - counts
+    read = np.repeat(split, counts[:num_several])
+    num_parts = len(read) + len(whole)
+    assert num_parts <= queries + EXTRA, (num_parts, queries, size)
+    part = np.zeros((queries + EXTRA, 3), np.int32)
+    part[: len(read), 0], part[len(read) : num_parts, 0], part[num_parts:, 0] = read, whole, -1
+    part[len(read) : num_parts, 2] = length[whole]
+    if num_several:
+        index = np.arange(len(read)) - np.repeat(begins[:num_several], counts[:num_several])
+        begin = index * tiles[read] // count[read] * TILE_ROWS
+        end = np.minimum((index + 1) * tiles[read] // count[read] * TILE_ROWS, length[read])
+        part[: len(read), 1], part[: len(read), 2] = begin, end - begin
+    read_part = np.empty((queries, 2), np.int32)
+    read_part[order, 0], read_part[:, 1] = begins, count
+    merged = np.full(min(queries, EXTRA), -1, np.int32)
+    merged[:num_several] = split
+    return part, read_part, merged
