@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from splash_plugins.absorb import reference as absorb_reference
@@ -20,6 +21,7 @@ from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.latent_rows import reference as latent_reference
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention import decode_reference
+from splash_plugins.mla_attention.cut import Parts, cut, parts_of
 from splash_plugins.mla_attention.decode_kernel import decode
 from splash_plugins.norm import reference as norm_reference
 from splash_plugins.norm.kernel import add_norm
@@ -29,6 +31,7 @@ from splash_plugins.value_up import reference as value_reference
 from splash_plugins.value_up.kernel import decode_values, value_up
 
 NOPE, ROPE, VALUE, LATENT, WIDTH, PAGE_TOKENS, SCALE = 192, 64, 256, 512, 576, 64, 256**-0.5
+UNCUT = 1000  # tiles
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Relative error ‖out − reference‖ / ‖reference‖ that rounding explains.
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -46,11 +49,24 @@ class Attention:
     length: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    parts: Parts
     stride: int = 1
 
-    def run(self, function: Callable[..., None], layer: int = 0, **options: Any) -> None:
-        index = (self.tables, self.slot, self.first, self.length)
-        function(self.q, self.layers[layer], *index, self.stride, LATENT, SCALE, self.out, self.lse, **options)
+    def index(self, layer: int = 0, parts: Parts | None = None) -> tuple[Any, ...]:
+        """What decoding is told of the contexts, from the layer's pages to the scale. parts: instead of those as the
+        host cuts them."""
+        index = (self.layers[layer], self.tables, self.slot, self.first, self.length)
+        return *index, parts or self.parts, self.stride, LATENT, SCALE
+
+    def run(self, function: Callable[..., None], layer: int = 0, parts: Parts | None = None, **options: Any) -> None:
+        function(self.q, *self.index(layer, parts), self.out, self.lse, **options)
+
+
+def parts_on_gpu(lengths: Sequence[int], heads: int, size: int | None = None) -> Parts:
+    """As the host cuts contexts, or of `size` tiles at most."""
+    length = np.array(lengths, np.int32)
+    found = cut(length, heads) if size is None else parts_of(length, size)
+    return Parts(*(torch.from_numpy(array).cuda() for array in found))
 
 
 def attention(
@@ -81,7 +97,8 @@ def attention(
     lse = torch.full((len(lengths), heads), torch.nan, device="cuda")
     length = torch.tensor(lengths, dtype=torch.int32)
     layers = [arena[:, layer] for layer in range(num_layers)]
-    return Attention(q, layers, tables.cuda(), slot.cuda(), first.cuda(), length.cuda(), out, lse, stride)
+    index = [x.cuda() for x in (tables, slot, first, length)]
+    return Attention(q, layers, *index, out, lse, parts_on_gpu(lengths, heads), stride)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -104,11 +121,15 @@ class Checks:
         if not good:
             print(f"WRONG {what} {dtype}: relative error {worst:.2e}")
 
-    def attention(self, what: str, case: Attention, want: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
+    def attention(
+        self, what: str, case: Attention, want: tuple[torch.Tensor, torch.Tensor], size: int | None, **options: Any
+    ) -> None:
+        """size: tiles of a part at most; None: as the host cuts."""
         case.out.fill_(torch.nan)
         case.lse.fill_(torch.nan)
-        case.run(decode, **options)
-        self.see(f"decode {what} {options}", case.q.dtype, ((case.out, want[0]), (case.lse, want[1])))
+        parts = parts_on_gpu(case.length.tolist(), case.q.shape[1], size)
+        case.run(decode, parts=parts, **options)
+        self.see(f"decode {what} {size} {options}", case.q.dtype, ((case.out, want[0]), (case.lse, want[1])))
 
 
 def attention_wanted(case: Attention) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,8 +146,8 @@ def check_attention(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> N
             continue  # one way through the kernel, slow to compile
         case = attention([0, 1, 63, 64, 65, 600, 1000, 0], heads, dtype, 1)
         want = attention_wanted(case)
-        for splits in (None, 1, 3):
-            checks.attention(f"ragged, {heads} heads", case, want, num_splits=splits)
+        for size in (None, UNCUT, 3):
+            checks.attention(f"ragged, {heads} heads", case, want, size)
 
 
 def norm_inputs(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -210,13 +231,13 @@ def check_heads(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         value_up(latents, w_uv, out)
         checks.see(f"value_up {queries}", dtype, ((out, wanted),))
         case = attention([0, 1, 63, 64, 65, 600, 1000, 0][: queries + 1], 10, dtype, 1)
-        index = (case.layers[0], case.tables, case.slot, case.first, case.length, 1, LATENT, SCALE)
         out, wanted = out[:1].repeat(len(case.q), 1, 1), wanted[:1].repeat(len(case.q), 1, 1)
-        value_reference.decode_values(case.q, *index, [w_uv], wanted)
-        for fuse, splits in itertools.product((False, True), (1, 3, 16)):
+        value_reference.decode_values(case.q, *case.index(), [w_uv], wanted)
+        for fuse, size in itertools.product((False, True), (UNCUT, 5, 1)):
             out.fill_(torch.nan)
-            decode_values(case.q, *index, [w_uv], out, num_splits=splits, fuse=fuse)
-            checks.see(f"decode_values {fuse} {splits}", dtype, ((out, wanted),))
+            parts = parts_on_gpu(case.length.tolist(), 10, size)
+            decode_values(case.q, *case.index(parts=parts), [w_uv], out, fuse=fuse)
+            checks.see(f"decode_values {fuse} {size}", dtype, ((out, wanted),))
 
 
 def check_products(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:

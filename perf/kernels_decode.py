@@ -28,7 +28,7 @@ from perf.decode_cases import (
     LATENT,
     NOPE,
     ROPE,
-    SCALE,
+    UNCUT,
     VALUE,
     WIDTH,
     Attention,
@@ -42,6 +42,7 @@ from perf.decode_cases import (
     latent_inputs,
     norm_inputs,
     normal,
+    parts_on_gpu,
     rope_inputs,
     time_us,
 )
@@ -49,6 +50,7 @@ from splash_plugins import overlap_kernel
 from splash_plugins.absorb.kernel import absorb
 from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.latent_rows.kernel import latent_rows
+from splash_plugins.mla_attention.cut import EXTRA, TILE_ROWS, Parts
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode
 from splash_plugins.norm.kernel import add_norm
 from splash_plugins.rope_q.kernel import rope_q
@@ -70,7 +72,7 @@ BUDGET_S = 78  # no new sweep begins after this many seconds
 def configs(heads: int) -> list[DecodeConfig]:
     """Sums [L, block_h] of 64 heads need the registers of 8 warps."""
     most = min(64, max(16, triton.next_power_of_2(heads)))
-    return [DecodeConfig(most, n, max(warps, most // 8), stages, 1, parts) for n, warps, stages, parts in TILES]
+    return [DecodeConfig(most, n, max(warps, most // 8), stages, parts) for n, warps, stages, parts in TILES]
 
 
 @contextmanager
@@ -82,8 +84,8 @@ def overlapping(wanted: bool) -> Iterator[None]:
 
 def run_tile(heads: int, config: DecodeConfig) -> None:
     case = attention([300, 64], heads, torch.bfloat16, 2)
-    for splits in (1, 3):
-        case.run(decode, config=config, num_splits=splits)
+    for size in (UNCUT, 2):
+        case.run(decode, parts=parts_on_gpu([300, 64], heads, size), config=config)
 
 
 def run_checks(dtype: torch.dtype, wanted: bool) -> None:
@@ -125,7 +127,7 @@ def diagnose(heads: int, config: DecodeConfig) -> None:
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         return
-    job = ",".join(map(str, (heads, *astuple(config)[:6])))
+    job = ",".join(map(str, (heads, *astuple(config)[:5])))
     command = [checker, "--print-limit", "2", sys.executable, "-m", "perf.kernels_decode", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -143,19 +145,20 @@ def sweep(checks: Checks, tiles: list[DecodeConfig], queries: int, heads: int, c
     results = []
     for config in tiles:
         programs = queries * triton.cdiv(heads, config.block_h)
-        most = triton.cdiv(context, config.block_n)
-        fill = {max(1, round(f * num_sms) // programs) for f in (0.5, 1, 2)}
-        for splits in sorted({min(most, s) for s in fill} | ({1} if programs > 32 else set())):
-            options: dict[str, Any] = {"config": config, "num_splits": splits}
-            checks.attention(f"{queries, heads, context}", case, want, **options)
+        most = triton.cdiv(context, TILE_ROWS)
+        fill = {min(most, max(1, round(f * num_sms) // programs)) for f in (0.5, 1, 2)}
+        possible = {n for n in fill if queries * (n - 1) <= EXTRA} | ({1} if programs > 32 else set())
+        for size in sorted({triton.cdiv(most, n) for n in possible}):
+            checks.attention(f"{queries, heads, context}", case, want, size, config=config)
+            options: dict[str, Any] = {"config": config, "parts": parts_on_gpu([context] * queries, heads, size)}
             launches = [lambda n=n, o=options: case.run(decode, n, **o) for n in range(num_layers)]  # type: ignore[misc]
-            results.append((time_us(launches, 9), config, splits))
+            results.append((time_us(launches, 9), config, size))
     own = time_us([lambda n=n: case.run(decode, n) for n in range(num_layers)])  # type: ignore[misc]
     label = f"{queries, heads, context}"
     print(f"{label:18} chosen  {speed(own, rows * WIDTH * 2)}")
-    for us, config, splits in sorted(results, key=lambda r: r[0])[:3]:
+    for us, config, size in sorted(results, key=lambda r: r[0])[:3]:
         tile = f"rows {config.block_n} x {config.parts} warps {config.num_warps} stages {config.num_stages}"
-        print(f"{'':18} swept   {speed(us, rows * WIDTH * 2)}  {tile} splits {splits}")
+        print(f"{'':18} swept   {speed(us, rows * WIDTH * 2)}  {tile} tiles a part {size}")
 
 
 def speed(us: float, num_bytes: float) -> str:
@@ -180,11 +183,12 @@ def time_rows() -> None:
 
 
 class Layers:
-    """What attention of one rank of two reads in several layers, for A queries of one context length."""
+    """What attention of one rank of two reads in several layers, for A queries of such contexts."""
 
-    def __init__(self, queries: int, context: int, num: int | None) -> None:
-        self.num = num or max(8, min(48, int(600e6 / (queries * context * WIDTH * 2))))
-        self.case: Attention = attention([context] * queries, HEADS, torch.bfloat16, self.num, spare=4)
+    def __init__(self, lengths: Sequence[int], num: int | None) -> None:
+        queries = len(lengths)
+        self.num = num or max(8, min(48, int(600e6 / (sum(lengths) * WIDTH * 2))))
+        self.case: Attention = attention(lengths, HEADS, torch.bfloat16, self.num, spare=4)
         n = self.num
         self.qkv = normal(n, QUERY + WIDTH, HIDDEN, scale=HIDDEN**-0.5)
         self.q_b = normal(n, HEADS * (NOPE + ROPE), QUERY, scale=QUERY**-0.5)
@@ -214,10 +218,9 @@ class Layers:
         torch.bmm(self.q[..., :NOPE].transpose(0, 1), self.w_uk[n], out=self.case.q[..., :LATENT].transpose(0, 1))
         rope_q(self.q, self.rows["cos"], self.rows["sin"], True, NOPE, self.case.q)
 
-    def attend(self, n: int, **options: Any) -> None:
-        case = self.case
-        index = (case.layers[n], case.tables, case.slot, case.first, case.length, 1, LATENT, SCALE)
-        decode_values(case.q, *index, [self.w_uv[n]], self.values, **options)
+    def attend(self, n: int, parts: Parts | None = None, **options: Any) -> None:
+        """parts: as in Attention."""
+        decode_values(self.case.q, *self.case.index(n, parts), [self.w_uv[n]], self.values, **options)
 
     def value_up(self, n: int) -> None:
         value_up(self.case.out, self.w_uv[n], self.values)
@@ -254,8 +257,8 @@ class Layers:
 
 def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True), num_layers: int | None = None) -> None:
     """num_layers 1: only runs what would be timed."""
-    layers = Layers(queries, context, num_layers)
-    plain, blocks, large = (DecodeConfig(16, *what) for what in ((32, 4, 3, 2, 1), (32, 4, 3, 2, 4), (64, 4, 2, 1, 1)))
+    layers = Layers([context] * queries, num_layers)
+    plain, blocks, large = (DecodeConfig(16, *what) for what in ((32, 4, 3, 1), (32, 4, 3, 4), (64, 4, 2, 1)))
     tiles = [(plain, 264), (plain, 132), (blocks, 264), (large, 132)]
     with overlapping(False):
         print(f"A {queries} context {context}: before: layer {layers.per_layer(layers.before):.1f} us")
@@ -264,13 +267,15 @@ def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True),
             apart = (layers.absorb, layers.value_up, layers.forked)
             parts = ["absorb, value_up, forked " + " ".join(f"{layers.per_layer(launch):.1f}" for launch in apart)]
             for (config, programs), fuse in itertools.product(tiles, (False, True)):
-                splits = min(132, programs // queries)
+                most = triton.cdiv(context, TILE_ROWS)
+                size = triton.cdiv(most, max(1, min(most, programs // queries, 1 + EXTRA // queries)))
                 if fuse and (queries > 4 or config is blocks):
                     continue
-                options = {"config": config, "num_splits": splits, "fuse": fuse}
+                parts_of_size = parts_on_gpu([context] * queries, HEADS, size)
+                options = {"config": config, "parts": parts_of_size, "fuse": fuse}
                 attend = layers.per_layer(lambda n, o=options: layers.attend(n, **o))
                 whole = [layers.per_layer(lambda n, c=c, o=options: layers.whole(n, c, **o)) for c in (0, 16)]
-                name = f"{config.block_n} rows x {config.parts}, {splits} parts{', fused' if fuse else ''}"
+                name = f"{config.block_n} rows x {config.parts}, {size} tiles a part{', fused' if fuse else ''}"
                 parts.append(f"{name}: attend {attend:.1f} layer {whole[0]:.1f} {whole[1]:.1f}")
             parts.append(f"chosen: layer {layers.per_layer(lambda n: layers.whole(n, 0)):.1f}")
             print(f"  {'overlapping' if wanted else 'one by one'}: {'; '.join(parts)}", flush=True)
@@ -344,6 +349,6 @@ def main() -> int:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         heads, *tile = [int(n) for n in sys.argv[1].split(",")]
-        print(tried((run_tile, heads, DecodeConfig(*tile[:6]))))
+        print(tried((run_tile, heads, DecodeConfig(*tile[:5]))))
     else:
         sys.exit(main())

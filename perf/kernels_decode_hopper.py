@@ -8,6 +8,7 @@ two, as perf/kernels_decode.py takes them, with the bytes of the contexts' rows,
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import sys
 import time
@@ -17,7 +18,17 @@ from typing import Any
 
 import torch
 
-from perf.decode_cases import LATENT, SCALE, VALUE, WIDTH, Checks, attention, attention_wanted, normal
+from perf.decode_cases import (
+    LATENT,
+    UNCUT,
+    VALUE,
+    WIDTH,
+    Checks,
+    attention,
+    attention_wanted,
+    normal,
+    parts_on_gpu,
+)
 from perf.kernels_decode import HEADS, Layers, overlapping, speed
 from splash_plugins.grouped_experts.device import limits
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, choose_config, hopper_config
@@ -25,6 +36,8 @@ from splash_plugins.value_up import reference
 from splash_plugins.value_up.kernel import decode_values
 
 SHAPES = tuple((queries, 600) for queries in (1, 4, 16, 32, 64, 128, 256, 512)) + ((1, 15000), (16, 4000))
+# Queries, their rows of context, and those of one more.
+UNEVEN = ((128, 876, 4706), (20, 3000, 22908))
 # Heads, dtype, stride of tables, rows a page, whether kernels overlap.
 CASES = (
     (10, torch.bfloat16, 1, 64, True),
@@ -47,19 +60,19 @@ def check_lengths(stages: int, heads: int, dtype: torch.dtype, stride: int, page
     want = attention_wanted(case)
     checks = Checks()
     with overlapping(overlap):
-        for splits in (1, 2, 7, 132):
-            checks.attention(f"{heads, stride, page_tokens}", case, want, config=config, num_splits=splits)
+        for size in (UNCUT, 34, 3, 2, None):
+            checks.attention(f"{heads, stride, page_tokens}", case, want, size, config=config)
     assert not checks.failed
 
 
 def check_many(stages: int) -> None:
     """More programs than run at once, over and over: bit for bit the same, and right."""
-    case = attention(torch.randint(0, 1500, (300,)).tolist(), 10, torch.bfloat16, 2, 1)
+    case = attention([*torch.randint(0, 1500, (300,)).tolist(), 6000], 10, torch.bfloat16, 2, 1)
     want, config, checks = attention_wanted(case), hopper_config(stages, 10), Checks()
-    for splits in (1, 3):
+    for size in (UNCUT, None):
         outs = []
         for _ in range(5):
-            checks.attention("many", case, want, config=config, num_splits=splits)
+            checks.attention("many", case, want, size, config=config)
             outs.append(case.out.clone())
         assert all(torch.equal(out, outs[0]) for out in outs[1:]), "results move"
     assert not checks.failed
@@ -68,23 +81,22 @@ def check_many(stages: int) -> None:
 def check_values(stages: int) -> None:
     case = attention(LENGTHS, 10, torch.bfloat16, 1)
     w_uv = normal(10, VALUE, LATENT, scale=LATENT**-0.5)
-    index = (case.layers[0], case.tables, case.slot, case.first, case.length, 1, LATENT, SCALE)
     out, want = (normal(len(LENGTHS), 10, VALUE) for _ in range(2))
-    reference.decode_values(case.q, *index, [w_uv], want)
+    reference.decode_values(case.q, *case.index(), [w_uv], want)
     checks = Checks()
-    for fuse, splits in ((False, 1), (False, 8), (True, 8)):
+    for fuse, size in itertools.product((False, True), (UNCUT, 30, 3)):
         out.fill_(torch.nan)
-        options: dict[str, Any] = {"config": hopper_config(stages, 10), "num_splits": splits, "fuse": fuse}
-        decode_values(case.q, *index, [w_uv], out, **options)
-        checks.see(f"decode_values {fuse} {splits}", torch.bfloat16, ((out, want),))
+        index = case.index(parts=parts_on_gpu(LENGTHS, 10, size))
+        decode_values(case.q, *index, [w_uv], out, config=hopper_config(stages, 10), fuse=fuse)
+        checks.see(f"decode_values {fuse} {size}", torch.bfloat16, ((out, want),))
     assert not checks.failed
 
 
-def warm(queries: int, context: int) -> None:
+def warm(*lengths: int) -> None:
     """Compiles what is timed."""
-    layers = Layers(queries, context, 1)
+    layers = Layers(lengths, 1)
     layers.attend(0)
-    layers.attend(0, config=portable_config(queries))
+    layers.attend(0, config=portable_config(len(lengths)))
 
 
 def tried(job: Job) -> str:
@@ -106,7 +118,7 @@ def check_all() -> int:
     for stages in (1, 2):
         jobs += [(check_many, (stages,)), (check_values, (stages,))]
         jobs += [(check_lengths, (stages, *what)) for what in CASES]
-    jobs += [(warm, shape) for shape in SHAPES]
+    jobs += [(warm, lengths) for lengths in contexts().values()]
     wrong = 0
     end = time.perf_counter() + DEADLINE_S
     pool = multiprocessing.get_context("spawn").Pool(CHILDREN, maxtasksperchild=1)
@@ -118,7 +130,7 @@ def check_all() -> int:
             said = "not done in time"
         wrong += bool(said)
         if said:
-            print(f"WRONG {job[0].__name__}{job[1]}: {said}")
+            print(f"WRONG {job[0].__name__}{job[1][:8]}: {said}")
     pool.terminate()
     return wrong
 
@@ -127,13 +139,19 @@ def portable_config(queries: int) -> DecodeConfig:
     return choose_config(HEADS, 2, limits(torch.device("cuda")).shared_bytes, True, queries)
 
 
-def time_shape(queries: int, context: int) -> None:
-    layers = Layers(queries, context, None)
-    num_bytes = queries * context * WIDTH * 2
-    config = portable_config(queries)
+def contexts() -> dict[str, tuple[int, ...]]:
+    """Lengths of what is timed."""
+    found = {f"A {queries} context {context}": (context,) * queries for queries, context in SHAPES}
+    return found | {f"A {n} context {rows}, one {most}": (*(rows,) * n, most) for n, rows, most in UNEVEN}
+
+
+def time_contexts(name: str, lengths: tuple[int, ...]) -> None:
+    layers = Layers(lengths, None)
+    num_bytes = sum(lengths) * WIDTH * 2
+    config = portable_config(len(lengths))
     own = layers.per_layer(layers.attend)
     portable = layers.per_layer(lambda n: layers.attend(n, config=config))
-    print(f"A {queries} context {context}: {speed(own, num_bytes)}, portable {speed(portable, num_bytes)}", flush=True)
+    print(f"{name}: {speed(own, num_bytes)}, portable {speed(portable, num_bytes)}", flush=True)
 
 
 def main() -> int:
@@ -142,9 +160,9 @@ def main() -> int:
     print(f"checked after {time.perf_counter() - start:.0f} s: {wrong} wrong", flush=True)
     if wrong:
         return 1
-    for queries, context in SHAPES:
+    for name, lengths in contexts().items():
         if time.perf_counter() - start < BUDGET_S:
-            time_shape(queries, context)
+            time_contexts(name, lengths)
             torch.cuda.empty_cache()
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0

@@ -92,8 +92,8 @@ class DeviceRunner:
         self._target_tables = torch.zeros_like(self._state.tables)
         first, end = partition(model.vocab_size, size)[rank]
         shapes = Shapes(config, parts.decode_sizes)
-        cut = {"heads": heads_of(model, size), "num_sms": _num_sms(self._device)}
-        builder = ArrayBuilder(config, rank, self._tables, shapes, **cut)
+        heads, num_sms = heads_of(model, size), _num_sms(self._device)
+        builder = ArrayBuilder(config, rank, self._tables, shapes, heads=heads, num_sms=num_sms)
         self._upload = Uploader(self._device, _fixed_bytes(config, max(parts.decode_sizes, default=0)))
         programs = {
             layout: parts.program(model, config, layout, parts.kernels, parts.peers, self._state, world.watch)
