@@ -71,3 +71,15 @@ def clear(block, live):
             part = block.slice(first, 8)
             numbers = part.load(layout)
             part.store(gl.where(kept[:, None], numbers, gl.zeros_like(numbers)))
+
+
+@gluon.jit
+def write_nothing(out, head_stride, lse, first, BLOCK_H: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr):
+    """What attention to no row is, for BLOCK_H heads from `first` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, layout))
+    zeros = gl.zeros([BLOCK_H, LATENT], out.dtype.element_ty, layout)
+    gl.store(out + head[:, None] * head_stride + column[None, :], zeros, (head < HEADS)[:, None])
+    if lse is not None:
+        gl.store(lse + head, gl.full([BLOCK_H], float("-inf"), gl.float32, head.type.layout), head < HEADS)

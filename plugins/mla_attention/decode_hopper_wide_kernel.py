@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splash_plugins.mla_attention.cut import BLOCK_HEADS
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, take
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, take, write_nothing
 from splash_plugins.overlap_kernel import wait_for_inputs
 
 WIDE_ROWS = 32  # rows a tile
@@ -309,18 +309,6 @@ def _consume(
             _write(sums, sum_lse, buffer, partial, 2 * HALF, partial_lse, first, half, HEADS)
 
 
-@gluon.jit
-def _write_nothing(out, head_stride, lse, first, HEADS: gl.constexpr, LATENT: gl.constexpr):
-    """What attention to no row is."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    head = first + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, layout))
-    zeros = gl.zeros([_HEADS, LATENT], out.dtype.element_ty, layout)
-    gl.store(out + head[:, None] * head_stride + column[None, :], zeros, (head < HEADS)[:, None])
-    if lse is not None:
-        gl.store(lse + head, gl.full([_HEADS], float("-inf"), gl.float32, head.type.layout), head < HEADS)
-
-
 @gluon.jit(do_not_specialize=["table_stride", "stride", "lse_stride"])
 def decode_hopper_wide_kernel(
     q_latent_heads, q_rope_heads, latent_rows, rope_rows, pages, page_stride, row_stride,
@@ -382,9 +370,9 @@ def decode_hopper_wide_kernel(
     if count <= 0:
         if read >= 0:
             if out is None:
-                _write_nothing(partial, LATENT, partial_lse, first_head, HEADS, LATENT)
+                write_nothing(partial, LATENT, partial_lse, first_head, _HEADS, HEADS, LATENT)
             else:
-                _write_nothing(out, out_head_stride, lse, first_head, HEADS, LATENT)
+                write_nothing(out, out_head_stride, lse, first_head, _HEADS, HEADS, LATENT)
         return
     _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query.to(gl.int32), first_head)
     for i in gl.static_range(_STAGES):
