@@ -158,8 +158,8 @@ def decode_kernel(
     sums = ()
     for i in tl.static_range(PARTS):
         column = i * (BLOCK_L // PARTS) + tl.arange(0, BLOCK_L // PARTS)
-        part = tl.trans(_load_rows(head_rows, column, head_live, LATENT, BLOCK_L))
-        q_latent = q_latent + (part,)  # type: ignore[assignment]
+        block = tl.trans(_load_rows(head_rows, column, head_live, LATENT, BLOCK_L))
+        q_latent = q_latent + (block,)  # type: ignore[assignment]
         zeros = tl.zeros([BLOCK_L // PARTS, BLOCK_H], tl.float32)
         sums = sums + (zeros,)  # type: ignore[assignment]
 
