@@ -50,7 +50,7 @@ from splash_plugins import overlap_kernel
 from splash_plugins.absorb.kernel import absorb
 from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.latent_rows.kernel import latent_rows
-from splash_plugins.mla_attention.cut import EXTRA, TILE_ROWS, Parts
+from splash_plugins.mla_attention.cut import TILE_ROWS, Parts, extra_parts
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode
 from splash_plugins.norm.kernel import add_norm
 from splash_plugins.rope_q.kernel import rope_q
@@ -147,7 +147,7 @@ def sweep(checks: Checks, tiles: list[DecodeConfig], queries: int, heads: int, c
         programs = queries * triton.cdiv(heads, config.block_h)
         most = triton.cdiv(context, TILE_ROWS)
         fill = {min(most, max(1, round(f * num_sms) // programs)) for f in (0.5, 1, 2)}
-        possible = {n for n in fill if queries * (n - 1) <= EXTRA} | ({1} if programs > 32 else set())
+        possible = {n for n in fill if queries * (n - 1) <= extra_parts(queries)} | ({1} if programs > 32 else set())
         for size in sorted({triton.cdiv(most, n) for n in possible}):
             checks.attention(f"{queries, heads, context}", case, want, size, config=config)
             options: dict[str, Any] = {"config": config, "parts": parts_on_gpu([context] * queries, heads, size)}
@@ -268,7 +268,7 @@ def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True),
             parts = ["absorb, value_up, forked " + " ".join(f"{layers.per_layer(launch):.1f}" for launch in apart)]
             for (config, programs), fuse in itertools.product(tiles, (False, True)):
                 most = triton.cdiv(context, TILE_ROWS)
-                size = triton.cdiv(most, max(1, min(most, programs // queries, 1 + EXTRA // queries)))
+                size = triton.cdiv(most, max(1, min(most, programs // queries, 1 + extra_parts(queries) // queries)))
                 if fuse and (queries > 4 or config is blocks):
                     continue
                 parts_of_size = parts_on_gpu([context] * queries, HEADS, size)

@@ -13,9 +13,6 @@ import numpy as np
 import torch
 
 TILE_ROWS = 64
-# Parts beyond one a query, at most: so many that one context can fill an H200. With A they are the arrays' size, which
-# a captured graph fixes.
-EXTRA = 128
 MOST_PARTS = 128  # of one context
 NUM_SMS = 132
 # Of heads: what a program takes at most, and up to which two programs share a multiprocessor, from so many queries on.
@@ -31,12 +28,18 @@ class Parts:
     """int32 on the device; all in contexts' order within a query."""
 
     part: torch.Tensor
-    """[A + EXTRA, 3]: query, first row (a multiple of TILE_ROWS), rows; query -1 past the last."""
+    """[A + extra_parts(A), 3]: query, first row (a multiple of TILE_ROWS), rows; query -1 past the last."""
     read_part: torch.Tensor
     """[A, 2]: a query's first part and how many it has, one where it has no row."""
     merged: torch.Tensor
-    """[min(A, EXTRA)]: queries with several parts; -1 past the last. These are the first of all, so that 2 EXTRA hold
-    what is to be merged."""
+    """[min(A, extra_parts(A))]: queries with several parts; -1 past the last. Theirs are the first of all, so that
+    twice extra_parts(A) hold what is to be merged."""
+
+
+def extra_parts(queries: int) -> int:
+    """Parts beyond one a query, at most, which with A are the arrays' size, as a captured graph fixes it. One context
+    of few can fill an H200; of many only the longest are cut, and room that is not used takes time too."""
+    return 128 if queries <= 64 else 64 if queries <= 128 else 32
 
 
 def shares_sm(queries: int, heads: int) -> bool:
@@ -58,6 +61,7 @@ def part_tiles(tiles: np.ndarray, at_once: int) -> int:
     before it, none of them smaller. Where there are more queries, a second or third tile in a part costs next to
     nothing, and parts are merged sooner.
     """
+    extra = extra_parts(len(tiles))
     ascending = np.sort(tiles)
     ascending = ascending[np.searchsorted(ascending, 1) :]
     live = len(ascending)
@@ -66,7 +70,7 @@ def part_tiles(tiles: np.ndarray, at_once: int) -> int:
     sums = np.cumsum(ascending)
     longest, total = int(ascending[-1]), int(sums[-1])
     least = 1 if live <= 2 else 2 if live < 16 else 3
-    lowest = max(least, -(-total // (live + EXTRA)), -(-longest // MOST_PARTS))
+    lowest = max(least, -(-total // (live + extra)), -(-longest // MOST_PARTS))
     size = np.minimum(np.concatenate([-(-longest // _EQUAL), np.ceil(lowest * _STEPS).astype(np.int64)]), longest)
     size = np.maximum(size, lowest)
     whole = np.searchsorted(ascending, size, "right")  # so many contexts are not cut
@@ -80,7 +84,7 @@ def part_tiles(tiles: np.ndarray, at_once: int) -> int:
     last = np.where(is_cut, of_cut, of_whole)
     end = np.maximum(size + _PART, (total + _PART * parts) / at_once)
     end = np.maximum(end, (place / at_once + 1) * (last + _PART)) + -(-longest // size) * _MERGED
-    end[parts > live + EXTRA] = np.inf
+    end[parts > live + extra] = np.inf
     return int(size[end.argmin()])
 
 
@@ -89,7 +93,7 @@ def parts_of(length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.
 
     Queries with several parts come first, then long ones before short ones: what is left at the end is small.
     """
-    queries = len(length)
+    queries, extra = len(length), extra_parts(len(length))
     tiles = -(-length // TILE_ROWS)
     count = np.maximum(-(-tiles // size), 1)
     several = count > 1
@@ -100,8 +104,8 @@ def parts_of(length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.
     begins = np.cumsum(counts) - counts
     read = np.repeat(split, counts[:num_several])
     num_parts = len(read) + len(whole)
-    assert num_parts <= queries + EXTRA, (num_parts, queries, size)
-    part = np.zeros((queries + EXTRA, 3), np.int32)
+    assert num_parts <= queries + extra, (num_parts, queries, size)
+    part = np.zeros((queries + extra, 3), np.int32)
     part[: len(read), 0], part[len(read) : num_parts, 0], part[num_parts:, 0] = read, whole, -1
     part[len(read) : num_parts, 2] = length[whole]
     if num_several:
@@ -111,6 +115,6 @@ def parts_of(length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.
         part[: len(read), 1], part[: len(read), 2] = begin, end - begin
     read_part = np.empty((queries, 2), np.int32)
     read_part[order, 0], read_part[:, 1] = begins, count
-    merged = np.full(min(queries, EXTRA), -1, np.int32)
+    merged = np.full(min(queries, extra), -1, np.int32)
     merged[:num_several] = split
     return part, read_part, merged

@@ -186,6 +186,9 @@ def decode_hopper_kernel(
     partial [n, HEADS, LATENT] and partial_lse [n, HEADS]."""
     index = gl.program_id(0)
     read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
+    if read < 0:
+        wait_for_inputs(OVERLAP)  # else what comes next might begin before what came before has ended
+        return
     begin = first_row // _ROWS
     count = gl.cdiv(rows, _ROWS)
     places = ()
@@ -211,8 +214,6 @@ def decode_hopper_kernel(
         end = first_row + rows
         fetch(pages, page_stride, row_stride, table, stride, begin, count, end, S, LATENT + _ROPE, STAGES, _ROWS)
     wait_for_inputs(OVERLAP)
-    if read < 0:
-        return
     for i in gl.static_range(STAGES):
         if i < count:
             _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, i, places[i])

@@ -325,6 +325,9 @@ def decode_hopper_wide_kernel(
     index = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * _HEADS
     read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
+    if read < 0:
+        wait_for_inputs(OVERLAP)  # else what comes next might begin before what came before has ended
+        return
     begin = first_row // _ROWS
     count = gl.cdiv(rows, _ROWS)
     places = ()
@@ -367,18 +370,16 @@ def decode_hopper_wide_kernel(
         out += query * out_stride
     if lse is not None:
         lse += query * lse_stride
-    if count <= 0:
-        if read >= 0:
-            if out is None:
-                write_nothing(partial, LATENT, partial_lse, first_head, _HEADS, HEADS, LATENT)
-            else:
-                write_nothing(out, out_head_stride, lse, first_head, _HEADS, HEADS, LATENT)
+    if count == 0:
+        if out is not None:
+            write_nothing(out, out_head_stride, lse, first_head, _HEADS, HEADS, LATENT)
+        else:
+            write_nothing(partial, LATENT, partial_lse, first_head, _HEADS, HEADS, LATENT)
         return
     _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query.to(gl.int32), first_head)
     for i in gl.static_range(_STAGES):
         if i < count:
             _copy(latent_rows, rope_rows, latents, ropes, full, i, places[i])
-
     factor = scale * _LOG2_E
     zero: gl.constexpr = 0
     one: gl.constexpr = 1

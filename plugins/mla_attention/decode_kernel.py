@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from splash_plugins.mla_attention import decode_hopper_kernel
-from splash_plugins.mla_attention.cut import BLOCK_HEADS, EXTRA, TILE_ROWS, Parts
+from splash_plugins.mla_attention.cut import BLOCK_HEADS, TILE_ROWS, Parts, extra_parts
 from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS
 from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, STAGES, WIDE_ROWS
 from splash_plugins.mla_attention.decode_merge_kernel import merge
@@ -293,7 +293,7 @@ def attention_parts(
     config: DecodeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to each of the parts: outputs [n, H, L] and log-sum-exp [n, H], float32; past the last, undefined. For
-    at most EXTRA queries."""
+    at most 64 queries."""
     index = (pages, tables, slot, first, length, parts, stride, latent, scale)
     return _attend_to_parts(q, *index, None, None, config)
 
@@ -315,7 +315,7 @@ def _attend_to_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole contexts into out and lse, if there is an out; other parts, or all, into what is returned."""
     heads, width = q.shape[1:]
-    room = min(len(parts.part), 2 * EXTRA)
+    room = min(len(parts.part), 2 * extra_parts(len(q)))
     assert out is not None or room == len(parts.part), "no room to keep the parts of so many queries"
     partial = torch.empty((room, heads, latent), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((room, heads), dtype=torch.float32, device=q.device)

@@ -15,11 +15,11 @@ import triton.language as tl
 from splash_plugins.mla_attention.cut import Parts
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
-# Parts of a context that the merge reads at a time, at most, and numbers of them all.
-MERGE_BLOCK = 16
-MERGE_NUMBERS = 2048
-# Queries whose parts are merged at a time, at most: a step has rarely more, and programs without any cost too.
-MERGED_QUERIES = 64
+# Parts of a context that a program reads at a time, at most, and numbers of them all.
+MERGE_BLOCK = 8
+MERGE_NUMBERS = 4096
+# About so many programs fill an H200; those that find nothing to merge take time too.
+PROGRAMS = 640
 
 
 @triton.jit
@@ -82,11 +82,12 @@ def merge(
     """What decode_kernel.decode left to merge into out [A, H, L] and lse [A, H]."""
     heads, latent = partial.shape[1:]
     block = min(MERGE_NUMBERS // MERGE_BLOCK, triton.next_power_of_2(latent))
+    blocks = triton.cdiv(latent, block)
     most = len(parts.merged)
-    merge_kernel[(min(most, MERGED_QUERIES), heads, triton.cdiv(latent, block))](
+    merge_kernel[(min(most, max(1, PROGRAMS // (heads * blocks))), heads, blocks)](
         partial, partial_lse, parts.merged, parts.read_part, most,
         out, out.stride(0), out.stride(1),
         lse, lse.stride(0) if lse is not None else 0,
         HEADS=heads, LATENT=latent, BLOCK_S=MERGE_BLOCK, BLOCK_L=block,
-        num_warps=4, **overlap(out),
+        num_warps=8, **overlap(out),
     )  # fmt: skip

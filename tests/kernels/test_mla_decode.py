@@ -10,6 +10,7 @@ import torch
 from splash_plugins.mla_attention import decode_hopper_kernel, decode_reference
 from splash_plugins.mla_attention.cut import Parts, cut, parts_of
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode, hopper_config
+from splash_plugins.mla_attention.decode_merge_kernel import PROGRAMS
 
 pytestmark = pytest.mark.kernels
 
@@ -116,10 +117,11 @@ def test_one_long_context(device: str) -> None:
 
 
 def test_more_contexts_to_merge_than_programs(device: str) -> None:
-    lengths = [65 + a % 3 for a in range(70)]
-    case = make(lengths, heads=1, latent=16, rope=16, device=device)
-    check(case, 1, config=CONFIG, size=1)
-    assert int((case.parts(1).merged >= 0).sum()) == len(lengths)
+    heads = 20
+    lengths = [65 + a % 3 for a in range(60)]
+    case = make(lengths, heads=heads, latent=16, rope=16, device=device)
+    check(case, heads, config=CONFIG, size=1)
+    assert int((case.parts(1).merged >= 0).sum()) == len(lengths) > PROGRAMS // heads
 
 
 @pytest.mark.parametrize("page_tokens", [4, 24, 64])
@@ -201,7 +203,7 @@ def test_hopper(device: str, stages: int, heads: int, dtype: torch.dtype, stride
 @pytest.mark.gpu
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("heads", [10, 128])
-@pytest.mark.parametrize("lengths", [[300] * 40 + [9000], [0, 5000, 70] + [64] * 200])
+@pytest.mark.parametrize("lengths", [[150] * 40 + [9000], [0, 5000, 70] + [64] * 200])
 def test_uneven_on_hopper(device: str, stages: int, heads: int, lengths: list[int]) -> None:
     """One context is cut and merged, the others are written where they belong; as the host cuts them."""
     case = make(lengths, heads=heads, latent=512, rope=64, device=device, seed=heads)

@@ -7,14 +7,16 @@ import heapq
 import numpy as np
 import pytest
 
-from splash_plugins.mla_attention.cut import EXTRA, NUM_SMS, TILE_ROWS, cut, part_tiles, parts_of, shares_sm
+from splash_plugins.mla_attention.cut import NUM_SMS, TILE_ROWS, cut, extra_parts, part_tiles, parts_of, shares_sm
 
 
 def check(length: np.ndarray, found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     """The parts are all of the contexts, evenly, in arrays of the same shape as ever."""
     part, read_part, merged = found
     queries = len(length)
-    assert part.shape == (queries + EXTRA, 3) and read_part.shape == (queries, 2) and len(merged) == min(queries, EXTRA)
+    extra = extra_parts(queries)
+    assert part.shape == (queries + extra, 3) and read_part.shape == (queries, 2)
+    assert len(merged) == min(queries, extra)
     assert {array.dtype for array in found} == {np.dtype(np.int32)}
     assert read_part[:, 1].sum() == (part[:, 0] >= 0).sum()
     for query, (first, count) in enumerate(read_part.tolist()):
@@ -26,7 +28,7 @@ def check(length: np.ndarray, found: tuple[np.ndarray, np.ndarray, np.ndarray]) 
         assert tiles.max() - tiles.min() <= 1
     several = set(np.flatnonzero(read_part[:, 1] > 1).tolist())
     assert set(merged[merged >= 0].tolist()) == several and (merged[len(several) :] == -1).all()
-    assert all(read_part[query].sum() <= 2 * EXTRA for query in several)
+    assert all(read_part[query].sum() <= 2 * extra for query in several)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -37,7 +39,7 @@ def test_parts_are_the_contexts(queries: int, seed: int) -> None:
     for heads in (10, 128):
         check(length, cut(length, heads))
     for size in (1, 3):
-        few = length.clip(0, 100)[:EXTRA]
+        few = length.clip(0, 100)[:64]
         check(few, parts_of(few, size))
 
 
@@ -68,8 +70,8 @@ def test_one_long_context(tiles: np.ndarray, parts: int) -> None:
 
 
 def test_padding_takes_no_parts_from_the_others() -> None:
-    alone, padded = np.full(32, 10), np.array([0] * 96 + [10] * 32)
-    assert number(alone) == number(padded) == 4
+    alone, padded = np.full(64, 10), np.array([0] * 64 + [10] * 64)
+    assert number(alone) == number(padded) == 2
 
 
 def test_many_heads_take_more_programs() -> None:
@@ -91,7 +93,7 @@ def test_no_other_size_is_much_better(queries: int) -> None:
         tiles = (1 + (rng.lognormal(2, 1.2, queries) if seed % 2 else rng.integers(0, 25, queries))).astype(np.int64)
         at_once = NUM_SMS * (1 + shares_sm(queries, 10))
         chosen = makespan(parts_of(tiles * TILE_ROWS, part_tiles(tiles, at_once))[0], at_once)
-        sizes = [n for n in range(1, int(tiles.max()) + 1) if (-(-tiles // n)).sum() <= queries + EXTRA]
+        sizes = [n for n in range(1, int(tiles.max()) + 1) if (-(-tiles // n)).sum() <= queries + extra_parts(queries)]
         best = min(makespan(parts_of(tiles * TILE_ROWS, size)[0], at_once) for size in sizes)
         # A part's least tiles cost up to two more, where there is little to do.
         assert chosen <= 1.15 * best + 2, (chosen, best)
