@@ -47,6 +47,15 @@ def _merge_one(
     return sums / divisor, top + tl.log(divisor)
 
 
+@triton.jit
+def _parts_at(merged, read_part, place, most):
+    """(query, its first part, how many it has) at a place of `merged` [most]; query -1 where there is none."""
+    query = tl.load(merged + place, mask=place < most, other=-1).to(tl.int64)
+    begin = tl.load(read_part + 2 * query, mask=query >= 0, other=0)
+    count = tl.load(read_part + 2 * query + 1, mask=query >= 0, other=0)
+    return query, begin, count
+
+
 @triton.jit(do_not_specialize=["most", "lse_stride"])
 def merge_kernel(
     partial, partial_lse, merged, read_part, most,
@@ -59,21 +68,19 @@ def merge_kernel(
     place = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
-    query = tl.load(merged + place).to(tl.int64)
-    begin = tl.load(read_part + 2 * query, mask=query >= 0, other=0)
-    count = tl.load(read_part + 2 * query + 1, mask=query >= 0, other=0)
+    query, begin, count = _parts_at(merged, read_part, place, most)
     wait_for_inputs(OVERLAP)
     while query >= 0:
+        # The next one's place is asked for meanwhile: two loads, one after the other.
+        place += tl.num_programs(0)
+        next_query, next_begin, next_count = _parts_at(merged, read_part, place, most)
         result, sum_lse = _merge_one(partial, partial_lse, begin, count, head, column, HEADS, LATENT, BLOCK_S)
         to = out + query * out_stride + head * out_head_stride + column
         tl.store(to, result.to(out.dtype.element_ty), mask=column < LATENT)
         if lse is not None:
             if tl.program_id(2) == 0:
                 tl.store(lse + query * lse_stride + head, sum_lse)
-        place += tl.num_programs(0)
-        query = tl.load(merged + place, mask=place < most, other=-1).to(tl.int64)
-        begin = tl.load(read_part + 2 * query, mask=query >= 0, other=0)
-        count = tl.load(read_part + 2 * query + 1, mask=query >= 0, other=0)
+        query, begin, count = next_query, next_begin, next_count
 
 
 def merge(
