@@ -48,8 +48,8 @@ def shares_sm(queries: int, heads: int) -> bool:
 
 
 def cut(length: np.ndarray, heads: int, num_sms: int = NUM_SMS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of Parts for queries of length [A] rows and so many heads."""
-    at_once = num_sms * (1 + shares_sm(len(length), heads)) // -(-heads // BLOCK_HEADS)
+    """The fields of Parts for queries of length [A] rows and so many heads, 0 on ranks without."""
+    at_once = num_sms * (1 + shares_sm(len(length), heads)) // max(1, -(-heads // BLOCK_HEADS))
     return parts_of(length, part_tiles(-(-length // TILE_ROWS), max(1, at_once)))
 
 
@@ -62,15 +62,13 @@ def part_tiles(tiles: np.ndarray, at_once: int) -> int:
     nothing, and parts are merged sooner.
     """
     extra = extra_parts(len(tiles))
-    ascending = np.sort(tiles)
-    ascending = ascending[np.searchsorted(ascending, 1) :]
-    live = len(ascending)
-    if not live:
-        return 1
-    sums = np.cumsum(ascending)
-    longest, total = int(ascending[-1]), int(sums[-1])
+    longest, total, live = int(tiles.max(initial=0)), int(tiles.sum()), int(np.count_nonzero(tiles))
     least = 1 if live <= 2 else 2 if live < 16 else 3
     lowest = max(least, -(-total // (live + extra)), -(-longest // MOST_PARTS))
+    if longest <= lowest:
+        return lowest
+    ascending = np.sort(tiles)[len(tiles) - live :]
+    sums = np.cumsum(ascending)
     size = np.minimum(np.concatenate([-(-longest // _EQUAL), np.ceil(lowest * _STEPS).astype(np.int64)]), longest)
     size = np.maximum(size, lowest)
     whole = np.searchsorted(ascending, size, "right")  # so many contexts are not cut

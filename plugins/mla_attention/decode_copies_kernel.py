@@ -33,6 +33,16 @@ def find(table, stride, tile, exists, S: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def seek(table, stride, begin, count, S: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr):
+    """`find` for the first TILES of `count` tiles."""
+    places = ()
+    for i in gl.static_range(TILES):
+        place = find(table, stride, begin + i, i < count, S, ROWS)
+        places = places + (place,)  # type: ignore[assignment]
+    return places
+
+
+@gluon.jit
 def fetch(
     pages, page_stride, row_stride, table, stride, begin, count, rows,
     S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,

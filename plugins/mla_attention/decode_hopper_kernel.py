@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splash_plugins.mla_attention.cut import BLOCK_HEADS, MOST_SHARED_HEADS, TILE_ROWS, Parts, shares_sm
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, take
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, seek, take
 from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, WIDE_ROWS, decode_hopper_wide_kernel
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
@@ -191,10 +191,7 @@ def decode_hopper_kernel(
         return
     begin = first_row // _ROWS
     count = gl.cdiv(rows, _ROWS)
-    places = ()
-    for i in gl.static_range(STAGES):
-        place = find(table, stride, begin + i, i < count, S, _ROWS)
-        places = places + (place,)  # type: ignore[assignment]
+    places = seek(table, stride, begin, count, S, _ROWS, STAGES)
 
     dtype: gl.constexpr = q.dtype.element_ty
     matrix: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

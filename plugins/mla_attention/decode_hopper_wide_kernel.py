@@ -31,20 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splash_plugins.mla_attention.cut import BLOCK_HEADS
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, take, write_nothing
+from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, seek, take, write_nothing
 from splash_plugins.overlap_kernel import wait_for_inputs
 
 WIDE_ROWS = 32  # rows a tile
 STAGES = 4
 NUM_WARPS = 4  # of a warpgroup
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
 _HEADS = gl.constexpr(BLOCK_HEADS)
 _STAGES = gl.constexpr(STAGES)
 _ROWS = gl.constexpr(WIDE_ROWS)
 _ROPE = gl.constexpr(ROPE)
-_CONSUMER_REGISTERS = gl.constexpr(CONSUMER_REGISTERS)
-_PRODUCER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS)
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -309,6 +306,17 @@ def _consume(
             _write(sums, sum_lse, buffer, partial, 2 * HALF, partial_lse, first, half, HEADS)
 
 
+@gluon.jit
+def _set_up(q_full, done, full, ready, empty):
+    """All barriers, with how many arrivals they wait for."""
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(done, count=2)
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+
+
 @gluon.jit(do_not_specialize=["table_stride", "stride", "lse_stride"])
 def decode_hopper_wide_kernel(
     q_latent_heads, q_rope_heads, latent_rows, rope_rows, pages, page_stride, row_stride,
@@ -330,10 +338,7 @@ def decode_hopper_wide_kernel(
         return
     begin = first_row // _ROWS
     count = gl.cdiv(rows, _ROWS)
-    places = ()
-    for i in gl.static_range(_STAGES):
-        place = find(table, stride, begin + i, i < count, S, _ROWS)
-        places = places + (place,)  # type: ignore[assignment]
+    places = seek(table, stride, begin, count, S, _ROWS, _STAGES)
 
     HALF: gl.constexpr = LATENT // 2
     dtype: gl.constexpr = latent_rows.dtype
@@ -350,12 +355,7 @@ def decode_hopper_wide_kernel(
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(done, count=2)
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    _set_up(q_full, done, full, ready, empty)
     fence_async_shared()
     meet()
 

@@ -273,7 +273,7 @@ def decode(
 
     Queries of length 0 need no slot. Allocates what is to be merged (torch.empty).
     """
-    if len(q) == 0:
+    if q.numel() == 0:  # also on ranks without heads
         return
     index = (pages, tables, slot, first, length, parts, stride, latent, scale)
     merge(*_attend_to_parts(q, *index, out, lse, config or device_config(q, pages, latent)), parts, out, lse)

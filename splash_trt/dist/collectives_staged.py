@@ -26,7 +26,7 @@ class StagedCollectives(MpiCollectives):
     def _exchange(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> None:
         staged = [torch.empty_like(x, device="cpu") for x in recv]
         # Several entries of `send` may be one tensor, which is copied once.
-        copies = {id(x): x.cpu() for x in send}
+        copies = {key: x.cpu() for key, x in {id(x): x for x in send}.items()}
         super()._exchange([copies[id(x)] for x in send], staged)
         for rank, (x, landed) in enumerate(zip(recv, staged, strict=True)):
             if rank != self.rank:

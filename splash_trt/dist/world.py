@@ -37,7 +37,7 @@ class World:
     device: torch.device = CPU
     """What this rank computes on. On a GPU the collectives take tensors there."""
     ranks_on_device: int = 1
-    """This rank and others whose GPU is the same."""
+    """The most ranks that have the same GPU; every rank has the same number."""
 
 
 @dataclass

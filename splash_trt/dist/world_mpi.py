@@ -31,7 +31,7 @@ class MpiWorld:
 
     run_on is one of place.CHOICES; "auto" means GPUs if every rank of every node has one. A rank's GPU is the one whose
     number the rank has among those of its node; with "shared-gpu" they begin anew where GPUs end. Raises ValueError if
-    a node has fewer GPUs than ranks that are to have one.
+    a node has too few GPUs for that.
 
     From here on an exception that nothing catches, on any thread, and an exit without `close` end all ranks (MPI alone
     would leave the others waiting).
@@ -123,7 +123,8 @@ def rank_device(comm: MPI.Intracomm, node: MPI.Intracomm, run_on: str) -> tuple[
     if run_on != "auto":
         if spare[0] < 0:
             refuse(run_on, ranks)
-        raise ValueError(f"run_on: {run_on} needs a GPU for each rank, and another node has too few")
+        needed, found = ("a GPU", "none") if run_on == "shared-gpu" else ("a GPU for each rank", "too few")
+        raise ValueError(f"run_on: {run_on} needs {needed}, and another node has {found}")
     return CPU, 1
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,8 @@ def test_the_demo_model_says_under_random_switches_what_a_cpu_says(size: int) ->
     requests = [Request(id=f"{i:02d}", prompt=tuple(prompts[i]), sampling=wishes[i]) for i in range(16)]
     config = {"dtype": "float32", "migration_bytes": 1 << 20}
     built = [msgspec.to_builtins(request) for request in requests]
-    ranks = Ranks(size)
-    found = ranks.run(cases.random_switches, str(DEMO), built, config, 5, timeout_s=240)
-    ranks.close()
+    with closing(Ranks(size)) as ranks:
+        found = ranks.run(cases.random_switches, str(DEMO), built, config, 5, timeout_s=240)
     check(found, {f"{i:02d}": tokens for i, tokens in enumerate(expected)})
 
 

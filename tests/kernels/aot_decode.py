@@ -112,7 +112,7 @@ def kernels(target: Target) -> list[Kernel]:
         _kernel(rope_q_kernel, {**heads, "ROWS": 64, "BLOCK_R": 32, "IN_PLACE": True}, overlap, 4),
         _decode(config, {"lse": None}, overlap),
         _decode(few_queries, {"out": None, "lse": None}, overlap),
-        _kernel(merge_kernel, {**merge, "BLOCK_S": MERGE_BLOCK, "BLOCK_L": MERGE_NUMBERS // MERGE_BLOCK}, overlap, 4),
+        _kernel(merge_kernel, {**merge, "BLOCK_S": MERGE_BLOCK, "BLOCK_L": MERGE_NUMBERS // MERGE_BLOCK}, overlap, 8),
         _kernel(absorb_kernel, absorb, overlap, 4),
         _kernel(value_up_kernel, {**product, **up}, overlap, 4),
         _kernel(merge_up_kernel, merged, overlap, 8),

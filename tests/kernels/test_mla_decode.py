@@ -172,6 +172,11 @@ def test_no_queries(device: str) -> None:
     assert len(out) == len(lse) == 0
 
 
+def test_ranks_without_heads(device: str) -> None:
+    case = make([70, 3], device=device)
+    check(replace(case, q=case.q[:, :0]), 0)
+
+
 def test_repeats_bit_for_bit(device: str) -> None:
     case = make([150, 64, 90], device=device)
     first, second = (case.run(decode, 3, 1, config=CONFIG) for _ in range(2))

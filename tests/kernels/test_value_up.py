@@ -7,7 +7,7 @@ import torch
 
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig
 from splash_plugins.value_up import reference
-from splash_plugins.value_up.kernel import MOST_QUERIES, decode_values, value_up
+from splash_plugins.value_up.kernel import MOST_FUSED, MOST_QUERIES, decode_values, value_up
 from tests.kernels.test_mla_decode import SCALE, UNCUT, make
 
 pytestmark = pytest.mark.kernels
@@ -42,3 +42,21 @@ def test_decode_values(device: str, lengths: list[int], fuse: bool | None, size:
     decode_values(*index, w, got[:, :5], config=CONFIG, fuse=fuse)
     assert want.isfinite().all()
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_ranks_without_heads(device: str, fuse: bool) -> None:
+    case = make([70, 3], device=device)
+    index = (case.pages, case.tables, case.slot, case.first, case.length, case.parts(1), case.stride, case.latent)
+    w, out = torch.empty(0, 40, case.latent, device=device), torch.empty(2, 0, 40, device=device)
+    decode_values(case.q[:, :0], *index, SCALE, [w], out, fuse=fuse)
+
+
+def test_parts_of_many_queries_are_not_kept(device: str) -> None:
+    """There is room for those of 64 queries, more than are fused by default."""
+    assert MOST_FUSED <= 64
+    case = make([1] * 65, heads=1, device=device)
+    index = (case.pages, case.tables, case.slot, case.first, case.length, case.parts(), case.stride, case.latent)
+    w, out = torch.zeros(1, 40, case.latent, device=device), torch.empty(65, 1, 40, device=device)
+    with pytest.raises(AssertionError, match="no room"):
+        decode_values(case.q, *index, SCALE, [w], out, config=CONFIG, fuse=True)

@@ -40,6 +40,22 @@ def run_staged(world: World) -> int:
     return len(CASES)
 
 
+def count_copies(world: World) -> int:
+    """How often a rank copies what it gathers with three others."""
+    from mpi4py import MPI
+
+    from splash_trt.dist.collectives_staged import StagedCollectives
+
+    collectives, copied, real = StagedCollectives(MPI.COMM_WORLD, world.watch, CPU), [], torch.Tensor.cpu
+    torch.Tensor.cpu = lambda x: copied.append(x) or real(x)  # type: ignore[method-assign, assignment, func-returns-value, misc]
+    try:
+        collectives.all_gather(torch.ones(2), [2] * world.size)
+    finally:
+        torch.Tensor.cpu = real  # type: ignore[method-assign]
+        collectives.close()
+    return len(copied)
+
+
 def refuse_large(world: World) -> str:
     """The message for more elements than MPI can count; they are never made."""
     too_many = torch.empty(1, dtype=torch.int8).expand(2**31)
@@ -73,6 +89,7 @@ class TestCollectives:
 
 def test_all_cases_through_copies(mpi4: Ranks) -> None:
     assert mpi4.run(run_staged) == [len(CASES)] * 4
+    assert mpi4.run(count_copies) == [1] * 4
 
 
 def test_more_elements_than_mpi_counts_are_refused_clearly(mpi2: Ranks) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from splash_trt import environment
+from splash_trt.calibrate import command
 from splash_trt.config import EngineConfig
 from splash_trt.dist import place
 from splash_trt.dist.world import ThreadWorld
@@ -155,11 +156,26 @@ class TestServe:
         check_before_ranks(options)  # the ranks find out
 
 
+@pytest.mark.parametrize(("wish", "told"), [("auto", "cpu"), ("cpu", "cpu"), ("shared-gpu", "shared-gpu")])
+def test_ranks_that_calibrate_are_told_where(
+    wish: str, told: str, gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One GPU and two ranks."""
+    gpus(1)
+    found: list[str] = []
+    monkeypatch.setattr(command, "open_engine", lambda folder: SimpleNamespace(folder=folder))
+    monkeypatch.setattr(command, "_start", lambda *arguments: found.append(arguments[-1]))
+    with pytest.raises(SystemExit):
+        command.calibrate_engine(tmp_path, 2, None, 1.0, None, wish, None)
+    assert found == [told]
+
+
 class TestOffline:
     def test_several_ranks_on_gpus_need_processes(self, gpus: Any) -> None:
         gpus(4)
-        with pytest.raises(ValueError, match="^run_on: .*mpirun -n 2"):
-            LLM(TINY, ranks=2, run_on="gpu", dummy_weights=0)
+        for wish in ("gpu", "shared-gpu"):
+            with pytest.raises(ValueError, match="^run_on: .*mpirun -n 2"):
+                LLM(TINY, ranks=2, run_on=wish, dummy_weights=0)
         with LLM(TINY, ranks=2, dummy_weights=0) as llm:
             assert llm.config.run_on == "cpu"
 

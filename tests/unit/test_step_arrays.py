@@ -64,7 +64,7 @@ def built(config: EngineConfig, plan: Plan, decode: list[int]) -> list[StepArray
     for rank in range(config.num_ranks):
         tables = BlockTables(rank, config.num_ranks, config.max_running, PAGES)
         tables.all_pages[:] = np.arange(config.max_running * PAGES, dtype=np.int32).reshape(-1, PAGES)
-        heads = range(4, 4 + config.num_ranks)
+        heads = range(config.num_ranks)  # the first has none
         found.append(ArrayBuilder(config, rank, tables, Shapes(config, decode), heads=heads).build(plan))
     return found
 
