@@ -15,6 +15,7 @@ import pytest
 
 from splash_engines.build import build_engine
 from splash_engines.manifest import file_paths, read_manifest
+from splash_trt.frontends import BEAT_S
 from tests.e2e.servers import MODEL, MODES, Server, StreamReader, command, free_port, run_to_end, wait_until
 
 pytestmark = pytest.mark.mpi
@@ -270,6 +271,9 @@ def test_a_killed_frontend_of_a_supervised_run_is_started_again(start: Start) ->
 @pytest.mark.nightly
 def test_a_frontend_that_stands_ends_a_run_under_mpirun(start: Start) -> None:
     server = start("mpirun", "--frontends", "2").wait_until_ready()
+    # One alone is ready too. The other has 120 s until it gives its first sign of life, which is asked for each 2 s.
+    wait_until(lambda: server.log.count("listening on") == 2, 20, "both ready")
+    time.sleep(2 * BEAT_S)
     server.find("frontend").suspend()
     wait_for_end(server, 3 * END_S)
     assert server.process.wait() == 72
