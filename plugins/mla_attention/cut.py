@@ -48,8 +48,8 @@ def shares_sm(queries: int, heads: int) -> bool:
 
 
 def cut(length: np.ndarray, heads: int, num_sms: int = NUM_SMS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of Parts for queries of length [A] rows and so many heads."""
-    at_once = num_sms * (1 + shares_sm(len(length), heads)) // -(-heads // BLOCK_HEADS)
+    """The fields of Parts for queries of length [A] rows and so many heads; a rank may have none."""
+    at_once = num_sms * (1 + shares_sm(len(length), heads)) // max(1, -(-heads // BLOCK_HEADS))
     return parts_of(length, part_tiles(-(-length // TILE_ROWS), max(1, at_once)))
 
 

@@ -271,9 +271,9 @@ def decode(
 ) -> None:
     """As plugins/mla_attention/decode_reference.py; the last axes are contiguous. bfloat16, float16 or float32.
 
-    Queries of length 0 need no slot. Allocates what is to be merged (torch.empty).
+    Queries of length 0 need no slot; a rank may have no head. Allocates what is to be merged (torch.empty).
     """
-    if len(q) == 0:
+    if q.numel() == 0:
         return
     index = (pages, tables, slot, first, length, parts, stride, latent, scale)
     merge(*_attend_to_parts(q, *index, out, lse, config or device_config(q, pages, latent)), parts, out, lse)

@@ -169,7 +169,7 @@ def decode_values(
 ) -> None:
     """As reference.py, with the demands of decode_kernel.decode and value_up. fuse: merge parts and apply weights in
     one launch; by default where queries are few."""
-    if len(q) == 0:
+    if q.numel() == 0:
         return
     config = config or device_config(q, pages, latent)
     index = (pages, tables, slot, first, length, parts, stride, latent, scale)

@@ -71,7 +71,7 @@ def calibrate_engine(
             signal.signal(number, lambda number, _: os._exit(128 + number))
         ThreadWorld(1, STEP_DEADLINE_S, torch.device("cuda", 0) if place == "gpu" else CPU).run(program)
         return
-    sys.exit(_start(engine, ranks, path, minutes, dtype, place))
+    sys.exit(_start(engine, ranks, path, minutes, dtype, place if run_on == "auto" else run_on))
 
 
 def _check(path: Path, ranks: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from splash_plugins.mla_attention import decode_hopper_kernel, decode_reference
+from splash_plugins.mla_attention import decode_hopper_kernel, decode_kernel, decode_reference
 from splash_plugins.mla_attention.cut import Parts, cut, parts_of
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode, hopper_config
 from splash_plugins.mla_attention.decode_merge_kernel import PROGRAMS
@@ -124,6 +125,30 @@ def test_more_contexts_to_merge_than_programs(device: str) -> None:
     assert int((case.parts(1).merged >= 0).sum()) == len(lengths) > PROGRAMS // heads
 
 
+@pytest.mark.parametrize("lengths", [[130] * 64, [65] * 32 + [40] * 200, [40] * 140 + [0, 3]])
+def test_all_room_for_parts_and_none_beyond(monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int]) -> None:
+    """As many parts as there may be, with none, some or all of them to merge; nothing is written next to their room."""
+    behind: list[torch.Tensor] = []
+
+    def guarded(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        whole = torch.full((shape[0] + 300, *shape[1:]), torch.nan, **options)
+        behind.append(whole[shape[0] :])
+        return whole[: shape[0]]
+
+    case = make(lengths, heads=1, latent=16, rope=16, device=device)
+    want, want_lse = case.run(decode_reference.decode, 1)
+    monkeypatch.setattr(decode_kernel.torch, "empty", guarded)
+    out, lse = case.run(decode_kernel.decode, 1, 1, config=CONFIG)
+    monkeypatch.undo()
+    assert len(behind) == 2 and all(x.isnan().all() for x in behind)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_wide_latents_are_merged_in_blocks(device: str) -> None:
+    check(make([130, 3], heads=1, latent=520, rope=16, device=device), 1, config=CONFIG, size=1)
+
+
 @pytest.mark.parametrize("page_tokens", [4, 24, 64])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_tiles_and_pages(device: str, page_tokens: int, block_n: int) -> None:
@@ -170,6 +195,12 @@ def test_half_precision(device: str) -> None:
 def test_no_queries(device: str) -> None:
     out, lse = make([], device=device).run(decode, 3)
     assert len(out) == len(lse) == 0
+
+
+def test_no_heads(device: str) -> None:
+    """Of queries of a rank that has none."""
+    out, lse = make([300] * 20, heads=0, device=device).run(decode, 0)
+    assert out.shape == (20, 0, 32) and lse.shape == (20, 0)
 
 
 def test_repeats_bit_for_bit(device: str) -> None:

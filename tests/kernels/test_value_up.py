@@ -42,3 +42,13 @@ def test_decode_values(device: str, lengths: list[int], fuse: bool | None, size:
     decode_values(*index, w, got[:, :5], config=CONFIG, fuse=fuse)
     assert want.isfinite().all()
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+def test_no_heads(device: str, queries: int) -> None:
+    """Of queries of a rank that has none."""
+    case = make([300] * queries, heads=0, device=device)
+    index = (case.q, case.pages, case.tables, case.slot, case.first, case.length, case.parts(), case.stride)
+    w, out = torch.zeros(0, 40, case.latent, device=device), torch.full((queries, 1, 40), -77.0, device=device)
+    decode_values(*index, case.latent, SCALE, [w], out[:, :0])
+    assert (out == -77).all()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from splash_trt import environment
+from splash_trt.calibrate import command
 from splash_trt.config import EngineConfig
 from splash_trt.dist import place
 from splash_trt.dist.world import ThreadWorld
@@ -155,11 +156,30 @@ class TestServe:
         check_before_ranks(options)  # the ranks find out
 
 
+class TestCalibrate:
+    @pytest.mark.parametrize(
+        ("wish", "count", "told"), [("auto", 1, "cpu"), ("auto", 2, "gpu"), ("gpu", 2, "gpu"), ("cpu", 2, "cpu"),
+                                    ("shared-gpu", 1, "shared-gpu")],
+    )  # fmt: skip
+    def test_ranks_are_told_what_they_are_to_share(
+        self, gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wish: str, count: int, told: str
+    ) -> None:
+        """Who is told gpu refuses to share one."""
+        gpus(count)
+        monkeypatch.setattr(command, "open_engine", lambda folder: None)
+        started: list[str] = []
+        monkeypatch.setattr(command, "_start", lambda *arguments: started.append(arguments[-1]) or 0)
+        with pytest.raises(SystemExit):
+            command.calibrate_engine(tmp_path, 2, None, 1.0, None, wish, None)
+        assert started == [told]
+
+
 class TestOffline:
     def test_several_ranks_on_gpus_need_processes(self, gpus: Any) -> None:
         gpus(4)
-        with pytest.raises(ValueError, match="^run_on: .*mpirun -n 2"):
-            LLM(TINY, ranks=2, run_on="gpu", dummy_weights=0)
+        for wish in ("gpu", "shared-gpu"):
+            with pytest.raises(ValueError, match="^run_on: .*mpirun -n 2"):
+                LLM(TINY, ranks=2, run_on=wish, dummy_weights=0)
         with LLM(TINY, ranks=2, dummy_weights=0) as llm:
             assert llm.config.run_on == "cpu"
 
