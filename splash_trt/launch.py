@@ -62,7 +62,7 @@ def run_under_mpi(
 ) -> NoReturn:
     """Runs `main` as this rank's program and ends the process with its result as exit code.
 
-    run_on: "cpu", "gpu", or "auto" for GPUs where every rank has one; world.device says what it came to.
+    run_on: one of place.CHOICES; world.device says what it came to.
     An exception that nothing catches, on any thread of any rank, and a result other than 0 end all ranks, with rank,
     step and traceback on stderr. `deadline_s` bounds a rank's time inside one step, collective or send,
     `startup_deadline_s` the time until its first step.

@@ -42,11 +42,11 @@ class LLM:
 
     checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. layout
     "auto" follows the load; `device` (a built-in description or a file) tells it how long steps take, `objective` what
-    it goes for: throughput, latency or bounded:MS. run_on is "cpu", "gpu" (one for each rank), "shared-gpu" (however few
-    there are), both of which need mpirun for several ranks, or "auto": GPUs where every rank has one. `config` takes
-    the remaining fields of EngineConfig; on GPUs dtype is bfloat16 and memory_bytes 85 % of the smallest GPU's memory
-    (of a rank's part, where they share it), unless they are given. Raises ValueError for a wrong configuration or
-    checkpoint, before any rank starts. Close it, or use it as a context manager.
+    it goes for: throughput, latency or bounded:MS. run_on is "cpu", "gpu" (one for each rank), "shared-gpu" (however
+    few there are), both of which need mpirun for several ranks, or "auto": GPUs where every rank has one. `config`
+    takes the remaining fields of EngineConfig; on GPUs dtype is bfloat16 and memory_bytes a rank's share of 85 % of
+    the smallest GPU's memory, unless they are given. Raises ValueError for a wrong configuration or checkpoint, before
+    any rank starts. Close it, or use it as a context manager.
     """
 
     def __init__(

@@ -125,9 +125,9 @@ def test_more_contexts_to_merge_than_programs(device: str) -> None:
     assert int((case.parts(1).merged >= 0).sum()) == len(lengths) > PROGRAMS // heads
 
 
-@pytest.mark.parametrize("lengths", [[130] * 64, [65] * 32 + [40] * 200, [40] * 140 + [0, 3]])
+@pytest.mark.parametrize("lengths", [[130] * 64, [40] * 130 + [0, 3]])
 def test_all_room_for_parts_and_none_beyond(monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int]) -> None:
-    """As many parts as there may be, with none, some or all of them to merge; nothing is written next to their room."""
+    """As many parts as there may be, all of them to merge or none; nothing is written next to their room."""
     behind: list[torch.Tensor] = []
 
     def guarded(shape: tuple[int, ...], **options: Any) -> torch.Tensor:

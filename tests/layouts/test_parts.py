@@ -1,5 +1,7 @@
-"""What attention's programs take each, as a step's program gives it to the kernel: plain ones, which CPUs run, do not look
-at it. In all layouts and across switches, the parts are of the very lengths that come with them."""
+"""What attention's programs take each, as a step's program gives it to the kernel, which plain ones do not look at.
+
+In all layouts and across switches, the parts are of the very lengths that come with them.
+"""
 
 from __future__ import annotations
 
