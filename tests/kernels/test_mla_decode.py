@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from splash_plugins.mla_attention import decode_hopper_kernel, decode_reference
+from splash_plugins.mla_attention import decode_hopper_kernel, decode_kernel, decode_reference
 from splash_plugins.mla_attention.cut import Parts, cut, parts_of
 from splash_plugins.mla_attention.decode_kernel import DecodeConfig, decode, hopper_config
 from splash_plugins.mla_attention.decode_merge_kernel import PROGRAMS
@@ -122,6 +123,30 @@ def test_more_contexts_to_merge_than_programs(device: str) -> None:
     case = make(lengths, heads=heads, latent=16, rope=16, device=device)
     check(case, heads, config=CONFIG, size=1)
     assert int((case.parts(1).merged >= 0).sum()) == len(lengths) > PROGRAMS // heads
+
+
+@pytest.mark.parametrize("lengths", [[130] * 64, [40] * 130 + [0, 3]])
+def test_all_room_for_parts_and_none_beyond(monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int]) -> None:
+    """As many parts as there may be, all of them to merge or none; nothing is written next to their room."""
+    behind: list[torch.Tensor] = []
+
+    def guarded(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        whole = torch.full((shape[0] + 300, *shape[1:]), torch.nan, **options)
+        behind.append(whole[shape[0] :])
+        return whole[: shape[0]]
+
+    case = make(lengths, heads=1, latent=16, rope=16, device=device)
+    want, want_lse = case.run(decode_reference.decode, 1)
+    monkeypatch.setattr(decode_kernel.torch, "empty", guarded)
+    out, lse = case.run(decode_kernel.decode, 1, 1, config=CONFIG)
+    monkeypatch.undo()
+    assert len(behind) == 2 and all(x.isnan().all() for x in behind)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_wide_latents_are_merged_in_blocks(device: str) -> None:
+    check(make([130, 3], heads=1, latent=520, rope=16, device=device), 1, config=CONFIG, size=1)
 
 
 @pytest.mark.parametrize("page_tokens", [4, 24, 64])

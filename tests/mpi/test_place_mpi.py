@@ -45,6 +45,9 @@ def test_ranks_that_share_begin_anew_where_gpus_end(mpi4: Ranks) -> None:
     assert mpi4.run(device, "shared-gpu", [2, 2, 1, 1], 2) == [f"cuda:{i} of 2" for i in (0, 1, 0, 0)]
     assert mpi4.run(device, "shared-gpu", [3] * 4, 4) == [f"cuda:{i} of 2" for i in (0, 1, 2, 0)]
     assert mpi4.run(device, "shared-gpu", [4] * 4, 4) == [f"cuda:{i}" for i in range(4)]
+    # Three ranks on a node and one on another: what counts is the number on the node, and the node that shares most.
+    assert mpi4.run(device, "shared-gpu", [2] * 4, 3) == [f"cuda:{i} of 2" for i in (0, 1, 0, 0)]
+    assert mpi4.run(device, "shared-gpu", [1, 1, 1, 2], 3) == ["cuda:0 of 3"] * 4
     said = mpi4.run(device, "shared-gpu", [1, 1, 0, 0], 2)
     assert all("shared-gpu needs a GPU, and another node has none" in text for text in said[:2])
     assert all("shared-gpu needs a GPU, and this node has none" in text for text in said[2:])

@@ -43,6 +43,22 @@ def test_parts_are_the_contexts(queries: int, seed: int) -> None:
         check(few, parts_of(few, size))
 
 
+@pytest.mark.parametrize("queries", [1, 2, 16, 65, 512, 2000])
+def test_no_lengths_are_too_much(queries: int) -> None:
+    """Contexts of ten million rows, alone, among short ones or among none, on small devices and large ones."""
+    rng = np.random.default_rng(queries)
+    for num_sms, heads in ((1, 256), (132, 10), (200, 1)):
+        for others in (np.zeros(queries), rng.integers(0, 300, queries), np.full(queries, 10_000_000)):
+            length = others.astype(np.int32)
+            length[queries // 2] = 10_000_000
+            check(length, cut(length, heads, num_sms))
+
+
+def test_a_rank_may_have_no_head() -> None:
+    length = np.array([500, 0, 70], np.int32)
+    check(length, cut(length, 0))
+
+
 def uneven(most: int, others: int, count: int) -> np.ndarray:
     return np.array([others] * count + [most])
 

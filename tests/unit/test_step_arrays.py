@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from splash_plugins.mla_attention import cut
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.partition import rank_counts, token_ranks
 from splash_trt.plan import SAMPLE, Plan
@@ -119,3 +120,32 @@ def test_padded_steps_are_the_steps(layout: Layout, ranks: int, sizes: tuple[int
             for step, plain in zip(padded, built(config, plan, []), strict=True):
                 check(plain, step)
     assert seen == ({False} if most_tokens == 1 else {False, True}), "a kind of step was never padded"
+
+
+def test_a_shape_fixes_what_a_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding alone, for which a graph is captured, and a step in its place: the same names, sizes and types; and
+    contexts are cut for the heads that attend to them here."""
+    asked: list[int] = []
+
+    def noted(length: np.ndarray, heads: int, num_sms: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        asked.append(heads)
+        assert num_sms == 7
+        return cut.parts_of(length, 1)
+
+    monkeypatch.setattr(cut, "cut", noted)
+    heads = (5, 3, 0)
+    for layout in Layout:
+        config = EngineConfig(num_ranks=3, layout=layout, max_batch_tokens=40, max_running=6, page_tokens=4)
+        plan = random_plan(config, layout, np.random.default_rng(1), 1.0)
+        for rank in range(3):
+            tables = BlockTables(rank, 3, config.max_running, PAGES)
+            tables.all_pages[:] = np.arange(config.max_running * PAGES, dtype=np.int32).reshape(-1, PAGES)
+            builder = ArrayBuilder(config, rank, tables, Shapes(config, [6]), heads=heads, num_sms=7)
+            step = builder.build(plan)
+            empty = builder.padding(step.shape)
+            sizes, of_empty = (
+                {name: (array.shape, array.dtype) for name, array in built.arrays.items()} for built in (step, empty)
+            )
+            assert step.padded and sizes == of_empty
+            assert set(PARTS) < set(sizes)
+            assert asked[-2:] == [heads[rank] if layout is Layout.TP else 8] * 2
