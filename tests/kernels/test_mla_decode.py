@@ -118,8 +118,8 @@ def test_one_long_context(device: str) -> None:
 
 
 def test_more_contexts_to_merge_than_programs(device: str) -> None:
-    heads = 20
-    lengths = [65 + a % 3 for a in range(60)]
+    heads = 64
+    lengths = [65 + a % 3 for a in range(PROGRAMS // heads + 2)]
     case = make(lengths, heads=heads, latent=16, rope=16, device=device)
     check(case, heads, config=CONFIG, size=1)
     assert int((case.parts(1).merged >= 0).sum()) == len(lengths) > PROGRAMS // heads
