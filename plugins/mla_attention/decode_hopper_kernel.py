@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from splash_plugins.mla_attention.cut import BLOCK_HEADS, MOST_SHARED_HEADS, TILE_ROWS, Parts, shares_sm
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, seek, take
 from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, WIDE_ROWS, decode_hopper_wide_kernel
+from splash_plugins.mla_attention.decode_parts_kernel import ROPE, clear, fetch, find, meet, seek, take
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 MOST_HEADS = MOST_SHARED_HEADS

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from splash_plugins.mla_attention.cut import BLOCK_HEADS
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE, clear, fetch, find, meet, seek, take, write_nothing
+from splash_plugins.mla_attention.decode_parts_kernel import ROPE, clear, fetch, find, meet, seek, take, write_nothing
 from splash_plugins.overlap_kernel import wait_for_inputs
 
 WIDE_ROWS = 32  # rows a tile

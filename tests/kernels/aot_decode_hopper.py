@@ -7,9 +7,9 @@ from typing import Any
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from splash_plugins.mla_attention.cut import BLOCK_HEADS, TILE_ROWS
-from splash_plugins.mla_attention.decode_copies_kernel import ROPE
 from splash_plugins.mla_attention.decode_hopper_kernel import MOST_HEADS, decode_hopper_kernel
 from splash_plugins.mla_attention.decode_hopper_wide_kernel import NUM_WARPS, WIDE_ROWS, decode_hopper_wide_kernel
+from splash_plugins.mla_attention.decode_parts_kernel import ROPE
 from tests.kernels.aot import Kernel, Target
 from tests.kernels.aot_prefill import GluonKernel
 
