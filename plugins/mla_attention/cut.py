@@ -2,7 +2,7 @@
 
 Decided once a step, for all its layers, on the host, which knows the contexts' lengths. Numpy; a kernel's programs take
 a part each. A queries; a tile is 64 rows, whatever a kernel takes at a time. What a part costs besides its tiles, and
-what merging costs, is as measured on an H200 with 10 heads.
+what merging costs, is as measured on an H200.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ MOST_PARTS = 128  # of one context
 NUM_SMS = 132
 # Of heads: what a program takes at most, and up to which two programs share a multiprocessor, from so many queries on.
 BLOCK_HEADS, MOST_SHARED_HEADS, SHARED_FROM = 64, 32, 192
-# What a part costs besides its tiles, in tiles: beginning and writing; and being merged, of the context that has most.
-_PART, _MERGED = 2.0, 1 / 16
+# What a part costs besides its tiles, in tiles: beginning and writing; being merged, of the context that has most; and
+# of all parts together each head's 4 KB, written and read again at 2.5 TB/s where a tile takes 2.3 us.
+_PART, _MERGED, _MERGED_HEAD = 2.0, 1 / 16, 0.00072
 # Sizes that are tried: of equal parts of the longest context, and times the least that is possible.
 _EQUAL, _STEPS = np.arange(1, 9), 1.1 ** np.arange(25)
 
@@ -50,10 +51,10 @@ def shares_sm(queries: int, heads: int) -> bool:
 def cut(length: np.ndarray, heads: int, num_sms: int = NUM_SMS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The fields of Parts for queries of length [A] rows and so many heads, 0 on ranks without."""
     at_once = num_sms * (1 + shares_sm(len(length), heads)) // max(1, -(-heads // BLOCK_HEADS))
-    return parts_of(length, part_tiles(-(-length // TILE_ROWS), max(1, at_once)))
+    return parts_of(length, part_tiles(-(-length // TILE_ROWS), max(1, at_once), heads))
 
 
-def part_tiles(tiles: np.ndarray, at_once: int) -> int:
+def part_tiles(tiles: np.ndarray, at_once: int, heads: int) -> int:
     """Tiles that a part has at most, of contexts of tiles [A], for `at_once` programs at a time.
 
     What counts is the end of the last program. It comes no sooner than the end of the largest part, nor than that of
@@ -82,6 +83,7 @@ def part_tiles(tiles: np.ndarray, at_once: int) -> int:
     last = np.where(is_cut, of_cut, of_whole)
     end = np.maximum(size + _PART, (total + _PART * parts) / at_once)
     end = np.maximum(end, (place / at_once + 1) * (last + _PART)) + -(-longest // size) * _MERGED
+    end += (parts - whole) * heads * _MERGED_HEAD
     end[parts > live + extra] = np.inf
     return int(size[end.argmin()])
 

@@ -90,8 +90,9 @@ def test_padding_takes_no_parts_from_the_others() -> None:
     assert number(alone) == number(padded) == 2
 
 
-def test_many_heads_take_more_programs() -> None:
-    assert number(np.full(64, 10), 64) == 2 and number(np.full(64, 10), 128) == 1
+def test_many_heads_take_more_programs_and_are_dearer_to_merge() -> None:
+    for queries, heads, parts in ((16, 64, 4), (16, 128, 2), (32, 64, 2), (32, 128, 1), (64, 64, 1), (64, 128, 1)):
+        assert number(np.full(queries, 10), heads) == parts, (queries, heads)
 
 
 def makespan(part: np.ndarray, at_once: int) -> float:
@@ -108,7 +109,7 @@ def test_no_other_size_is_much_better(queries: int) -> None:
         rng = np.random.default_rng(seed)
         tiles = (1 + (rng.lognormal(2, 1.2, queries) if seed % 2 else rng.integers(0, 25, queries))).astype(np.int64)
         at_once = NUM_SMS * (1 + shares_sm(queries, 10))
-        chosen = makespan(parts_of(tiles * TILE_ROWS, part_tiles(tiles, at_once))[0], at_once)
+        chosen = makespan(parts_of(tiles * TILE_ROWS, part_tiles(tiles, at_once, 10))[0], at_once)
         sizes = [n for n in range(1, int(tiles.max()) + 1) if (-(-tiles // n)).sum() <= queries + extra_parts(queries)]
         best = min(makespan(parts_of(tiles * TILE_ROWS, size)[0], at_once) for size in sizes)
         # A part's least tiles cost up to two more, where there is little to do.
