@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", action="store_true", help="ranks are threads, measured by CPU time")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to measure for")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu", "shared-gpu"])
     parser.add_argument("--model", type=Path, help="folder with a config.json, for random weights and uniform routing; "
                         "default: models/splash-tiny as it is")  # fmt: skip
     parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)
@@ -82,7 +82,7 @@ def measure(world: World, options: argparse.Namespace) -> Findings | None:
         clock=time.process_time if options.threads else time.perf_counter,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    tokens = check(world, list(Layout), "float64", "gpu") if options.run_on == "gpu" else {}
+    tokens = check(world, list(Layout), "float64") if options.run_on != "cpu" else {}
     return None if result is None else findings(result, options, tokens)
 
 
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> Findings:
         path = Path(folder) / "findings.json"
         argv = [sys.executable, "-m", "perf.cost_model", *arguments, "--findings", str(path)]
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
-        command = mpirun_command(options.ranks, argv, on_gpus=options.run_on == "gpu")
+        command = mpirun_command(options.ranks, argv, on_gpus=options.run_on != "cpu")
         subprocess.run(command, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
         return msgspec.json.decode(path.read_bytes(), type=Findings)
 
@@ -157,7 +157,7 @@ def same_tokens(ranks: int) -> str:
 
 
 def check_of(options: argparse.Namespace, found: Findings) -> harness.Check:
-    if options.run_on == "gpu":
+    if options.run_on != "cpu":
         what = "greedy tokens in float64, tiny model"
         return harness.checked(what, lambda: same_on_gpus(found.tokens, options.ranks))
     return harness.checked("greedy tokens in float64, models/splash-tiny", lambda: same_tokens(options.ranks))
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     config |= {"model": name, "summary": found.summary, "device": found.device}
     settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
     settings = [name if word == str(options.model) else word for word in settings]
-    where = {"gpu": "gpus", "cpu": "ranks"}[options.run_on]
+    where = {"gpu": "gpus", "shared-gpu": "shared_gpu", "cpu": "ranks"}[options.run_on]
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="scheduler",

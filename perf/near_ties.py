@@ -18,7 +18,7 @@ import torch
 
 from perf.harness import ROOT
 from splash_trt.config import EngineConfig, Layout
-from splash_trt.dist.place import CHOICES
+from splash_trt.dist.place import CHOICES, run_on_of
 from splash_trt.dist.world import World
 from splash_trt.launch import run_under_mpi
 from splash_trt.models.families import load_config
@@ -147,7 +147,7 @@ def main() -> None:
             dtype=given.dtype,
             memory_bytes=128 << 20,
             max_running=len(prompts()),
-            run_on=world.device.type.replace("cuda", "gpu"),
+            run_on=run_on_of(world),
         )
         worker = start_worker(world, model, config, Checkpoint(MODEL, model))
         if world.rank:

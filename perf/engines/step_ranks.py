@@ -18,6 +18,7 @@ from perf.engines.bench import CONFIGS, Bench, bench_config, model_folder
 from perf.harness import Row, interleave, ratio, summary
 from splash_trt import environment
 from splash_trt.config import Layout
+from splash_trt.dist.place import run_on_of
 from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.launch import run_under_mpi
 from splash_trt.models.families import load_config
@@ -65,7 +66,7 @@ def measure(world: World, settings: Settings) -> Findings:
     """On every rank; the findings are rank 0's."""
     torch.set_num_threads(1)
     layouts = [Layout.parse(name) for name in settings.layouts]
-    tokens = check(world, layouts, settings.check_dtype, settings.run_on, settings.experts_cut)
+    tokens = check(world, layouts, settings.check_dtype, settings.experts_cut)
     decode: list[Row] = []
     prefill: list[Row] = []
     for dtype in settings.dtypes:
@@ -79,7 +80,7 @@ def measure(world: World, settings: Settings) -> Findings:
             cache_tokens=settings.max_cache_tokens,
             max_running=max(settings.batches),
             max_batch_tokens=settings.max_batch_tokens,
-            run_on=settings.run_on,
+            run_on=run_on_of(world),
             simulate_routing=settings.simulate_routing,
             experts_cut=settings.experts_cut,
         )
@@ -99,7 +100,7 @@ def measure(world: World, settings: Settings) -> Findings:
 
 
 def check(
-    world: World, layouts: list[Layout], dtype: str, run_on: str, experts_cut: str = "whole"
+    world: World, layouts: list[Layout], dtype: str, experts_cut: str = "whole"
 ) -> dict[str, list[list[int]]]:
     """Greedy continuations of a tiny model, per layout; on rank 0."""
     model = load_config(CONFIGS / "tiny")
@@ -110,7 +111,7 @@ def check(
         cache_tokens=4096,
         max_batch_tokens=96,
         page_tokens=16,
-        run_on=run_on,
+        run_on=run_on_of(world),
         experts_cut=experts_cut,
     )
     bench = Bench(world, CONFIGS / "tiny", config)
@@ -148,7 +149,7 @@ def _prefill_cell(bench: Bench, layouts: list[Layout], prompt: int, settings: Se
         return bench.prefill(layout, prompt)
 
     for layout in layouts:
-        if settings.run_on == "gpu":  # a first run compiles, a second one is captured
+        if settings.run_on != "cpu":  # a first run compiles, a second one is captured
             bench.prefill(layout, prompt)
             bench.prefill(layout, prompt)
         else:

@@ -36,7 +36,7 @@ TIME_LIMIT_S = 1800.0
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.engines.step_time")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu", "shared-gpu"])
     parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
     parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
     parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)
@@ -73,8 +73,8 @@ def measure(settings: Settings) -> Findings:
         given, found = Path(folder) / "settings.json", Path(folder) / "findings.json"
         given.write_bytes(msgspec.json.encode(settings))
         argv = [sys.executable, "-m", "perf.engines.step_ranks", str(given), str(found)]
-        if settings.ranks > 1 or settings.run_on == "gpu":
-            argv = mpirun_command(settings.ranks, argv, on_gpus=settings.run_on == "gpu")
+        if settings.ranks > 1 or settings.run_on != "cpu":
+            argv = mpirun_command(settings.ranks, argv, on_gpus=settings.run_on != "cpu")
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
         subprocess.run(argv, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
         return msgspec.json.decode(found.read_bytes(), type=Findings)

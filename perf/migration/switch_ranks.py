@@ -20,6 +20,7 @@ import torch
 from perf.engines.bench import CONFIGS, model_folder
 from perf.harness import Row
 from splash_trt.config import EngineConfig, Layout
+from splash_trt.dist.place import run_on_of
 from splash_trt.dist.world import World
 from splash_trt.launch import run_under_mpi
 from splash_trt.layout.switch import Record
@@ -184,7 +185,7 @@ def measure(world: World, settings: Settings) -> Findings:
         world,
         model_folder(settings.model),
         cache_tokens=settings.batch * (max(settings.contexts) + grown),
-        run_on=settings.run_on,
+        run_on=run_on_of(world),
         capture_ahead=False,  # of the many shapes few come here, all in the first tour
         simulate_routing=settings.simulate_routing,
         max_batch_tokens=settings.max_batch_tokens,
@@ -208,7 +209,7 @@ def measure(world: World, settings: Settings) -> Findings:
 def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[int]]:
     """Tokens of a tiny model's requests, with or without a tour of all pairs under them; on rank 0."""
     sizes: dict[str, Any] = {"dtype": settings.check_dtype, "page_tokens": 8, "max_running": 8, "max_batch_tokens": 32}
-    sizes["run_on"] = settings.run_on
+    sizes["run_on"] = run_on_of(world)
     # The budget stays as it is, so the requests outlive the tour.
     sizes |= {"migration_bytes": 40000, "migration_max_slowdown": 1000.0}
     served = Served(world, CONFIGS / "tiny", cache_tokens=4096, **sizes)

@@ -40,7 +40,7 @@ TITLES = {
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.migration.switches")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu", "shared-gpu"])
     parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")
@@ -80,7 +80,7 @@ def measure(settings: Settings) -> Findings:
         given.write_bytes(msgspec.json.encode(settings))
         program = [sys.executable, "-m", "perf.migration.switch_ranks", str(given), str(found)]
         env = environment.for_mpirun() | {"OMP_NUM_THREADS": "1"}
-        argv = mpirun_command(settings.ranks, program, on_gpus=settings.run_on == "gpu")
+        argv = mpirun_command(settings.ranks, program, on_gpus=settings.run_on != "cpu")
         subprocess.run(argv, cwd=harness.ROOT, env=env, check=True, timeout=TIME_LIMIT_S)
         return msgspec.json.decode(found.read_bytes(), type=Findings)
 

@@ -21,7 +21,7 @@ import torch
 from splash_engines.open import Engine, open_engine
 from splash_trt import environment, lifeline
 from splash_trt.calibrate.run import Calibration, calibrate, report
-from splash_trt.dist.place import DEFAULTS, choose
+from splash_trt.dist.place import DEFAULTS, choose, run_on_of
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.frontends import how_it_ended
@@ -55,7 +55,7 @@ def calibrate_engine(
     place = or_fail(lambda: choose(run_on, ranks_here))
 
     def program(world: World) -> int:
-        default = DEFAULTS["gpu" if world.device.type == "cuda" else "cpu"].get("dtype", engine.model.dtype)
+        default = DEFAULTS[run_on_of(world)].get("dtype", engine.model.dtype)
         result = calibrate(
             world, engine.model, engine.source, dtype=dtype or default, seconds=60 * minutes, progress=_say
         )

@@ -51,6 +51,11 @@ def choose(wish: str, ranks_here: int | None) -> str:
     return "gpu"
 
 
+def run_on_of(world: World) -> str:
+    """EngineConfig.run_on for the ranks of a world."""
+    return "gpu" if world.device.type == "cuda" else "cpu"
+
+
 def refuse(wish: str, ranks_here: int) -> None:
     """Raises ValueError: this node's ranks cannot have GPUs as they wish."""
     if num_gpus() == 0:
@@ -63,7 +68,7 @@ def refuse(wish: str, ranks_here: int) -> None:
 
 def gpu_name(world: World) -> str | None:
     """What the driver calls this rank's GPU; None: it computes on processors. Initialises CUDA, so it is for ranks."""
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    return torch.cuda.get_device_name(world.device) if run_on_of(world) == "gpu" else None
 
 
 def default_arena_bytes(world: World) -> int:
