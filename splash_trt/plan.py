@@ -88,8 +88,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[W] int64: SAMPLE, or the id whose log-probability is asked for."""
     counts: np.ndarray
     """[N] int32: tokens whose hidden state each rank computes, zero allowed."""
-    bucket: int
-    """Rows that collectives are padded to where they must be: the largest of `counts`."""
     tables: np.ndarray = NO_TABLES
     """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
     sampling: np.ndarray = NO_SAMPLING
@@ -215,7 +213,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
 
-_SCALARS = ("step", "epoch", "layout", "bucket", "attempt")
+_SCALARS = ("step", "epoch", "layout", "attempt")
 _ARRAYS = [name for name in Plan.__struct_fields__ if name not in _SCALARS]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict)

@@ -77,7 +77,6 @@ class RowBuilder:
             want_index=_joined(self._want).astype(np.int32),
             want_target=_joined(self._target),
             counts=counts,
-            bucket=max(counts.tolist()),
             tables=stacked(changes.tables),
             sampling=_sampling(changes.opened),
             controls=encode_controls([_controls(s) for s in changes.opened if s.request.sampling.controlled]),
