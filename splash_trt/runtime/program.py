@@ -18,10 +18,10 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
 from splash_trt.layout.spec import SPECS, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
-from splash_trt.runtime.beside import Beside
 from splash_trt.runtime.device_step import DeviceStep, RankState
 from splash_trt.runtime.latent_attention import LatentAttention
 from splash_trt.runtime.peers import Peers, Unsummed
+from splash_trt.runtime.side_stream import SideStream
 from splash_trt.weights.shards import first_expert
 from splash_trt.weights.spec import partition
 
@@ -61,7 +61,7 @@ class Program:
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim).to(device)
         self._dtype = state.storage.pages.dtype
         self._eps = model.norm_eps
-        self._beside = Beside(device)
+        self._side_stream = SideStream(device)
 
     def __call__(self, step: DeviceStep, logits: torch.Tensor | None = None) -> torch.Tensor:
         """[W, V_r] logits of this rank's part of the vocabulary, in the model's dtype; at the begin of `logits` (flat)
@@ -161,7 +161,7 @@ class Program:
         assert config is not None
         shared = None
         if config.shared_intermediate_size:
-            with self._beside.run(urgent=len(x) <= URGENT_ROWS):
+            with self._side_stream.run(urgent=len(x) <= URGENT_ROWS):
                 shared = self._gated(x, own[p + "shared.gate_up"], own[p + "shared.down"], torch.empty_like(out))
         choice = torch.empty((len(x), config.top_k), dtype=torch.int32, device=x.device)
         weight = torch.empty(choice.shape, dtype=torch.promote_types(self._dtype, torch.float32), device=x.device)
@@ -171,7 +171,7 @@ class Program:
         if simulated is not None:
             choice = simulated
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
-        ready = self._beside.join if shared is not None else None
+        ready = self._side_stream.join if shared is not None else None
         here = (x, choice, weight, gate_up, down, self._first_expert, shared, out)
         left = self._k.grouped_experts(*here, ready=ready, defer=self._peers.takes_unsummed(out))
         return out if left is None else left

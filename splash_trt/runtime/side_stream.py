@@ -1,4 +1,4 @@
-"""Work that runs beside what follows it: on a second stream of a GPU, and at once where there are no streams."""
+"""A second CUDA stream for work that may overlap with what follows it; on a CPU that work is done at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Beside:
+class SideStream:
     """What is enqueued under `run` may take place at any time from there to `join`. Each `join` is of one `run`: a
     stream that is captured cannot wait for another that it has given nothing to.
 
