@@ -78,9 +78,8 @@ class EngineServer:
         self._ready = ready
         self._page_tokens = page_tokens
         self._clients: set[bytes] = set()
-        self._names: dict[tuple[bytes, str], str] = {}
-        self._owners: dict[str, tuple[bytes, str]] = {}
-        self._numbers: dict[str, int | None] = {}  # by name: Submit.number
+        self._names: dict[tuple[bytes, str], str] = {}  # by client and its id
+        self._requests: dict[str, tuple[bytes, str, int | None]] = {}  # by name: client, its id, Submit.number
         self._count = 0
         self._reported: dict[int, tuple[object, ...]] = {}  # of the latest switches: {number: what was reported}
         self._switch_lines = SwitchLines(log)
@@ -138,7 +137,7 @@ class EngineServer:
         except ValueError as error:
             self._refuse(client, request.id, str(error))
             return
-        self._names[key], self._owners[name], self._numbers[name] = name, key, number
+        self._names[key], self._requests[name] = name, (*key, number)
 
     def _refuse(self, client: bytes, request_id: str, why: str) -> None:
         # Logs only the field's name: the rest of the message may quote a prompt.
@@ -164,8 +163,7 @@ class EngineServer:
             event(log, logging.INFO, "decision", **ends, kind=decision.kind, why=decision.why)
         by_client: dict[bytes, list[tuple[int | None, TokenDelta]]] = {client: [] for client in self._clients}
         for delta in turn.deltas:
-            client, request_id = self._owners[delta.request_id]
-            number = self._numbers[delta.request_id]
+            client, request_id, number = self._requests[delta.request_id]
             by_client[client].append((number, msgspec.structs.replace(delta, request_id=request_id)))
             if delta.finish is not None:
                 self._end(delta.request_id)
@@ -175,7 +173,8 @@ class EngineServer:
                 self._forget(client)
 
     def _end(self, name: str) -> None:
-        del self._names[self._owners.pop(name)], self._numbers[name]
+        client, request_id, _ = self._requests.pop(name)
+        del self._names[client, request_id]
 
     def _forget(self, client: bytes) -> None:
         """The client went away: cancel its requests."""

@@ -317,10 +317,6 @@ class Scheduler:
         self._ledger.open(sequence, placement, target, num_pages(len(sequence.tokens), self._config.page_tokens))
         self.switcher.opened(sequence.slot)
 
-    def compact(self, rank: int, limit: int, budget_pages: int) -> int:
-        """Let the next plan move up to budget_pages of a rank's pages below `limit`; returns how many."""
-        return self._ledger.compact(rank, limit, budget_pages, step=self._step + 1)
-
     # Ends
 
     def _ended(self, sequence: Sequence, reason: FinishReason) -> str | None:

@@ -48,6 +48,11 @@ def new_scheduler(
     )
 
 
+def compact_pages(scheduler: Scheduler, rank: int, limit: int, budget_pages: int) -> int:
+    """Has the next plan move up to budget_pages of a rank's pages below `limit`, as a switch does; returns how many."""
+    return scheduler._ledger.compact(rank, limit, budget_pages, step=scheduler._step + 1)
+
+
 def longest_request(layout: Layout, pages: tuple[int, ...]) -> int:
     """Pages of the longest single request, found by trying."""
     ranks = len(pages)
