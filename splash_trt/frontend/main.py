@@ -109,18 +109,18 @@ async def run(options: Options) -> int:
     engine.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.on_signal, number.name)
-    beside: list[asyncio.Task[None]] = []
+    tasks: list[asyncio.Task[None]] = []
     servers: list[asyncio.Server] = []
     try:
         servers += await _listen(runner, options, engine)
         if clients is not None:
             clients.start()
-        beside.append(asyncio.create_task(_announce(engine, servers, options)))
+        tasks.append(asyncio.create_task(_announce(engine, servers, options)))
         if member is not None:
-            beside.append(asyncio.create_task(_publish(serving)))
+            tasks.append(asyncio.create_task(_publish(serving)))
         return await _serve(options, frontend, clients, engine, ending)
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
         for server in servers:
             server.close()
