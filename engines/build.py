@@ -59,7 +59,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""
 Step = Callable[[str, int], None]
 """Called with what has been done and its bytes."""
-Beside = Callable[[Path], list[StoredFile]]
+ExtraFiles = Callable[[Path], list[StoredFile]]
 """Puts more files into the folder, and says what the manifest is to say of them."""
 
 
@@ -136,7 +136,7 @@ def build_engine(
     *,
     self_contained: bool = False,
     overwrite: bool = False,
-    beside: Beside | None = None,
+    extra_files: ExtraFiles | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Build the engine of the checkpoint in model_dir as the folder `out`.
@@ -152,7 +152,7 @@ def build_engine(
     copied, referred = _divide(checkpoint, self_contained)
     with whole_folder(out, markers=MARKERS, overwrite=overwrite) as folder:
         _check_space(out, sum(item.num_bytes for item in copied))
-        more = beside(folder) if beside else []
+        more = extra_files(folder) if extra_files else []
         manifest = _fill(folder, out, checkpoint, copied, referred, more, progress or (lambda what, done, total: None))
         with writing(folder / MANIFEST):
             (folder / MANIFEST).write_bytes(encode(manifest))

@@ -1,4 +1,4 @@
-"""Opens a built engine and proves it whole."""
+"""Opens a built engine, after checking that it is complete."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def weight_of(case: Case, generator: torch.Generator, out: int, inner: int) -> t
     return (random_of(case, generator, out, inner, dtype=torch.float32) * inner**-0.5).to(case.dtype)
 
 
-def torch_candidate(function: Function, name: str = "torch") -> Candidate:
-    return Candidate(name=name, load=lambda: function, trusted=True)
+def torch_candidate(function: Function) -> Candidate:
+    return Candidate(name="torch", load=lambda: function, trusted=True)
 
 
 def wrapped(candidate: Candidate, wrap: Callable[[Function], Function]) -> Candidate:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from perf.gpu_measure import captured, error, median_us
 from splash_plugins.absorb import reference as absorb_reference
 from splash_plugins.absorb.kernel import absorb
 from splash_plugins.few_rows import reference as few_reference
@@ -99,15 +100,6 @@ def attention(
     layers = [arena[:, layer] for layer in range(num_layers)]
     index = [x.cuda() for x in (tables, slot, first, length)]
     return Attention(q, layers, *index, out, lse, parts_on_gpu(lengths, heads), stride)
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative, infinite where one is not finite and the other is."""
-    got, want = got.double(), want.double()
-    if not torch.equal(got.isfinite(), want.isfinite()):
-        return float("inf")
-    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))
 
 
 class Checks:
@@ -258,18 +250,7 @@ def time_us(launches: Sequence[Callable[[], None]], replays: int = 20) -> float:
     """Median microseconds of one of the launches, all in one graph."""
     for launch in launches[:2]:
         launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
+    graph = captured(launches)
     for _ in range(3):
         graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-    return times[len(times) // 2] * 1e3 / len(launches)
+    return median_us(graph, replays) / len(launches)

@@ -5,13 +5,13 @@ T tokens, k choices a token, E_r experts here, D hidden, I intermediate.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from perf.gpu_measure import captured, median_us
 from splash_plugins.grouped_experts import reference
 from splash_trt.models.config import Experts, GroupScore, Scoring
 
@@ -123,11 +123,7 @@ class Checks:
 def time_us(launches: Sequence[Callable[[], object]], seconds: float = 0.02) -> float:
     """Median microseconds of one of the launches, all in one graph, replayed for about so many seconds."""
     launches[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
+    graph = captured(launches)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     graph.replay()
     ends[0].record()
@@ -135,11 +131,4 @@ def time_us(launches: Sequence[Callable[[], object]], seconds: float = 0.02) -> 
     ends[1].record()
     torch.cuda.synchronize()
     replays = max(5, min(40, int(seconds * 1e3 / max(1e-3, ends[0].elapsed_time(ends[1])))))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-    return times[len(times) // 2] * 1e3 / len(launches)
+    return median_us(graph, replays) / len(launches)

@@ -36,7 +36,8 @@ import torch
 from perf import expert_cases
 from perf.decode_cases import LATENT, ROPE, SCALE, WIDTH, Attention, Checks, attention, attention_wanted, time_us
 from perf.expert_cases import GLM, GLM_INSIDE
-from perf.kernels_prefill import FLASH, V3, Case, error, hopper_way, make_case
+from perf.gpu_measure import error
+from perf.kernels_prefill import FLASH, V3, Case, hopper_way, make_case
 from perf.kernels_prefill import Checks as PrefillChecks
 from splash_plugins.grouped_experts import reference
 from splash_plugins.grouped_experts.kernel import grouped_experts

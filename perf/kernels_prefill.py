@@ -21,6 +21,7 @@ import torch
 import triton
 
 from perf import prefill_sdpa
+from perf.gpu_measure import error
 from splash_plugins.mla_attention import prefill_hopper_kernel, prefill_reference
 from splash_plugins.mla_attention.gather_kernel import gather_rows
 from splash_plugins.mla_attention.prefill_kernel import Blocks, _prefill_kernel, prefill
@@ -131,15 +132,6 @@ def sdpa_way(backend: str) -> Way:
     return lambda case, merge: prefill_sdpa.prefill(  # type: ignore[misc]
         *case.arguments(merge), runs=case.runs, backend=backend  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative, infinite where one is not finite and the other is."""
-    got, want = got.double(), want.double()
-    if not torch.equal(got.isfinite(), want.isfinite()):
-        return float("inf")
-    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))
 
 
 class Checks:

@@ -70,7 +70,7 @@ class EngineConfig:
 
     num_ranks: int = 1
     run_on: str = "cpu"
-    """What a rank computes on: "cpu", or "gpu", one GPU for each rank."""
+    """What ranks compute on: "cpu" or "gpu". Which GPU a rank has, and whether it shares it, dist/place.py decides."""
     layout: Layout = Layout.TP
     dtype: str = "float32"
     """Arithmetic, weights and cache: float64 for proofs, float32, bfloat16."""
@@ -92,18 +92,19 @@ class EngineConfig:
     context_block_tokens: int | None = None
     """Context rows that expanded attention up-projects at a time; sizes a workspace. None: see `context_block`."""
     max_wait_s: float = 60.0
-    """A request that waited longer goes before all that arrived after it, whatever their priorities."""
+    """A request that has waited longer goes before all that arrived after it, whatever their priorities."""
     plans_in_flight: int = 2
-    """Plans sent before the first one's result is needed: 1 or 2."""
+    """How many plans may be sent before the oldest one's result is waited for: 1 or 2."""
     layouts: tuple[Layout, ...] = ()
-    """Layouts that the deployment may switch to besides `layout`. Its limits are those of the tightest."""
+    """Layouts that the deployment may switch to besides `layout`. Requests may be as long as the layout with the least
+    room allows."""
     migration_bytes: int = 1 << 20
-    """What a rank may at first send or receive for a switch in a step of 10 ms or less, and in proportion more in a
-    longer one; adapted to what it costs the steps from then on."""
+    """The budget that switches begin with: what a rank may send, and receive, for a switch in a step of 10 ms or less;
+    proportionally more in a longer step. From then on it is adapted to how much it slows down steps."""
     migration_max_slowdown: float = 0.05
-    """By how much steps may be slower while a switch moves things; 0.05 is 5 %."""
+    """By how much steps may be slower while a switch moves something; 0.05 is 5 %."""
     switch_deadline_s: float = 60.0
-    """A switch that is not done by then is aborted."""
+    """A switch that has not ended after so long is aborted."""
     switch_hold_s: float = 5.0
     """How long a switch may hold admissions while it waits for room."""
     step_deadline_s: float = 120.0
@@ -174,8 +175,8 @@ class EngineConfig:
 
     @property
     def context_block(self) -> int:
-        """context_block_tokens, or where it is not given 1,024, and on GPUs what a prompt of two whole steps has: only
-        attention in one block is captured."""
+        """context_block_tokens. If it is not given: 1,024, and on GPUs at least two whole steps' tokens, since only
+        steps whose context fits into one block are captured."""
         if self.context_block_tokens is not None:
             return self.context_block_tokens
         return 1024 if self.run_on == "cpu" else max(1024, 2 * self.max_batch_tokens)

@@ -1,4 +1,5 @@
-"""Rank 0 in service: takes what frontends send into the orchestrator, and sends back what each step has to tell."""
+"""Rank 0's serving loop: takes frontends' messages, drives the orchestrator, and sends each frontend the news of each
+step."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from splash_trt.request import FinishReason, Request, TokenDelta
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.05
-RECENT_SWITCHES = 4  # how many of the latest may still have news
+RECENT_SWITCHES = 4  # so many of the latest switches are looked at for news
 
 
 def ready_message(model: ModelConfig, config: EngineConfig, incarnation: str) -> Ready:
@@ -65,7 +66,7 @@ def ready_message(model: ModelConfig, config: EngineConfig, incarnation: str) ->
 class EngineServer:
     """Serves until a frontend sends Shutdown or `ended` says so.
 
-    Requests are known to the scheduler by names of this class's own, so that two frontends' ids never meet.
+    The scheduler knows requests by names that are made here, so that ids of two frontends never collide.
     """
 
     def __init__(
@@ -77,17 +78,16 @@ class EngineServer:
         self._ready = ready
         self._page_tokens = page_tokens
         self._clients: set[bytes] = set()
-        self._names: dict[tuple[bytes, str], str] = {}
-        self._owners: dict[str, tuple[bytes, str]] = {}
-        self._numbers: dict[str, int | None] = {}  # as the client calls it in short
+        self._names: dict[tuple[bytes, str], str] = {}  # by client and its id
+        self._requests: dict[str, tuple[bytes, str, int | None]] = {}  # by name: client, its id, Submit.number
         self._count = 0
-        self._reported: dict[int, tuple[object, ...]] = {}  # the latest switches: number -> what was told of it
+        self._reported: dict[int, tuple[object, ...]] = {}  # of the latest switches: {number: what was reported}
         self._switch_lines = SwitchLines(log)
         self._stopping = False
         self._draining = False
 
     def run(self, ended: Callable[[], bool]) -> None:
-        """ended() is asked between steps; it may raise."""
+        """Serve. ended() is asked between steps; it may raise."""
         while not self._stopping and not ended():
             idle = self._orchestrator.idle
             if idle and self._draining:
@@ -105,7 +105,7 @@ class EngineServer:
         self._clients.add(client)
         if message is None:
             self._link.send(client, self._ready)
-            # An idle engine has no step to tell of, and a frontend should know the layout all the same.
+            # A new frontend should know the layout, also while the engine is idle and has no step to report.
             self._link.send(client, self._frames(Turn(), []))
             self._tell_past_switches(client)
         elif isinstance(message, Submit):
@@ -113,7 +113,7 @@ class EngineServer:
         elif isinstance(message, Cancel):
             name = self._names.get((client, message.request_id))
             if name is not None:
-                self._answer(self._orchestrator.cancel(name))
+                self._tell(Turn(deltas=self._orchestrator.cancel(name)))
         elif isinstance(message, SetLayout):
             self._set_layout(client, message)
         elif isinstance(message, Explain):
@@ -137,10 +137,10 @@ class EngineServer:
         except ValueError as error:
             self._refuse(client, request.id, str(error))
             return
-        self._names[key], self._owners[name], self._numbers[name] = name, key, number
+        self._names[key], self._requests[name] = name, (*key, number)
 
     def _refuse(self, client: bytes, request_id: str, why: str) -> None:
-        # The field alone: what else is said may quote a prompt.
+        # Logs only the field's name: the rest of the message may quote a prompt.
         event(log, logging.DEBUG, "refused", request=request_id, field=why.partition(":")[0])
         delta = TokenDelta(request_id, (), finish=FinishReason.ERROR, error=why)
         self._link.send(client, self._frames(Turn(), [(None, delta)]))
@@ -155,19 +155,15 @@ class EngineServer:
         if error is None:
             self._tell(Turn())  # the mode may have changed, and an idle engine takes no step
 
-    def _answer(self, deltas: list[TokenDelta]) -> None:
-        self._tell(Turn(deltas=deltas))
-
     def _tell(self, turn: Turn) -> None:
-        """One message for each client; to those without a delta it tells how things stand."""
+        """Send each client its deltas and the present status."""
         if turn.decision is not None:
             source, decision = turn.decision
             ends = {"source": source.name.lower(), "target": decision.layout.name.lower()}
             event(log, logging.INFO, "decision", **ends, kind=decision.kind, why=decision.why)
         by_client: dict[bytes, list[tuple[int | None, TokenDelta]]] = {client: [] for client in self._clients}
         for delta in turn.deltas:
-            client, request_id = self._owners[delta.request_id]
-            number = self._numbers[delta.request_id]
+            client, request_id, number = self._requests[delta.request_id]
             by_client[client].append((number, msgspec.structs.replace(delta, request_id=request_id)))
             if delta.finish is not None:
                 self._end(delta.request_id)
@@ -177,10 +173,11 @@ class EngineServer:
                 self._forget(client)
 
     def _end(self, name: str) -> None:
-        del self._names[self._owners.pop(name)], self._numbers[name]
+        client, request_id, _ = self._requests.pop(name)
+        del self._names[client, request_id]
 
     def _forget(self, client: bytes) -> None:
-        """It went away: nobody will read what its requests generate."""
+        """The client went away: cancel its requests."""
         self._clients.discard(client)
         for key, name in list(self._names.items()):
             if key[0] == client:
@@ -245,7 +242,7 @@ class EngineServer:
                     self._link.send(client, report)
 
     def _tell_past_switches(self, client: bytes) -> None:
-        """To one that comes later than others. What has news yet comes with it."""
+        """Tell a new client of the switches so far; later news of them will come as to all clients."""
         for record in self._orchestrator.scheduler.switcher.records:
             plain = msgspec.to_builtins(record)
             self._link.send(client, SwitchReport(self._ready.incarnation, record.number, plain, is_past=True))

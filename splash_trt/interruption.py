@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost: what is raised within C code that imports something, that code may forget."""
+"""Keeps Ctrl-C from being lost: C code that is just importing something may swallow the KeyboardInterrupt."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from splash_trt.request import Request, TokenDelta
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """number: the client's own for this request, by which Frames may name it; None: they name it by its id."""
+    """A new request. number: the client's own number for it, by which Frames may name it; None: only by its id."""
 
     request: Request
     number: int | None = None
@@ -24,7 +24,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetLayout(msgspec.Struct, frozen=True, tag=True):
-    """An operator's word: go to `layout` ("tp", "dp", "cp", "dop") and, if `pin`, stay there; or back to "auto".
+    """An operator asks for a layout ("tp", "dp", "cp", "dop"), and with `pin` to stay there; or to go back to "auto".
 
     Answered by a LayoutReply with the same `token`.
     """
@@ -35,7 +35,7 @@ class SetLayout(msgspec.Struct, frozen=True, tag=True):
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True):
-    """Why the layout is what it is; answered by an Explanation with the same `token`."""
+    """Asks why the layout is what it is; answered by an Explanation with the same `token`."""
 
     token: int
 
@@ -103,7 +103,7 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 class Frames(msgspec.Struct, frozen=True, tag=True):
-    """All that one step has to tell: at most one message a step."""
+    """All news of one step for one frontend: at most one message a step."""
 
     incarnation: str
     step: int
@@ -114,16 +114,16 @@ class Frames(msgspec.Struct, frozen=True, tag=True):
     status: Status
     deltas: tuple[TokenDelta, ...] = ()
     layout: str = ""
-    """That the step ran in, which may no longer be the status's."""
+    """The layout that the step ran in; the status may have the next one already."""
     preemptions: int = 0
-    """Requests that gave their cache up since the last of these messages, to be computed again."""
+    """Requests that were preempted since the last such message."""
     decision: Decided | None = None
     numbers: tuple[int, ...] = ()
-    """Requests that got one token and have nothing else to tell: they are not among `deltas`."""
+    """Requests whose only news is one more token; they are not among `deltas`."""
     tokens: tuple[int, ...] = ()
-    """Those tokens, in the same order."""
+    """The tokens of `numbers`, in the same order."""
     num_elsewhere: int = 0
-    """Output tokens that the step brought to other frontends' requests."""
+    """Output tokens of this step that went to other frontends' requests."""
 
     def __post_init__(self) -> None:
         if len(self.numbers) != len(self.tokens):
@@ -138,7 +138,7 @@ class Frames(msgspec.Struct, frozen=True, tag=True):
 class SwitchReport(msgspec.Struct, frozen=True, tag=True):
     """A switch began or ended. `record` is layout/switch.py's Record as plain values; `number` names the switch.
 
-    is_past: it is told to a frontend that came later, and was told before to those that were there.
+    is_past: the report is old, and repeated for a frontend that connected after it.
     """
 
     incarnation: str
@@ -156,7 +156,7 @@ class LayoutReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, tag=True):
-    """What the policy saw, which layouts it compared and what came of it, as plain values for people to read."""
+    """What the policy saw, which layouts it compared and what it decided, as plain values for people to read."""
 
     incarnation: str
     token: int
@@ -189,10 +189,10 @@ def decode_from_engine(data: bytes) -> FromEngine:
 def in_columns(
     deltas: Iterable[tuple[int | None, TokenDelta]],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[TokenDelta, ...]]:
-    """Frames' `numbers`, `tokens` and `deltas` for what a step brought, at most one delta a request.
+    """Frames' `numbers`, `tokens` and `deltas` for the deltas of a step, at most one for each request.
 
-    deltas: each with the number of its request. Most deltas are one token of a request that goes on; as a whole message
-    such a delta takes ten times as long to write and to read.
+    deltas: each with its request's number. Most deltas are one token of a request that goes on: these go into the two
+    columns, since a TokenDelta takes ten times as long to encode and to decode.
     """
     numbers, tokens, others = [], [], []
     for number, delta in deltas:
@@ -205,7 +205,7 @@ def in_columns(
 
 
 def all_deltas(frames: Frames, ids: Mapping[int, str]) -> Iterator[TokenDelta]:
-    """What `in_columns` was given. ids: number -> request id; what is told of other numbers is left out."""
+    """The inverse of `in_columns`. ids: {number: request id}; tokens of other numbers are left out."""
     for number, token in zip(frames.numbers, frames.tokens, strict=True):
         request_id = ids.get(number)
         if request_id is not None:

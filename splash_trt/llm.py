@@ -97,7 +97,8 @@ class LLM:
             self.orchestrator = Orchestrator.of(self.model, self.config, self._worker, policy)
 
     def _configured(self, run_on: str, gpu_bytes: int) -> EngineConfig:
-        """For ranks there; gpu_bytes: an arena's on a GPU where memory_bytes is not given. ValueError as __init__."""
+        """The configuration for ranks on `run_on`; gpu_bytes: an arena's size on a GPU where memory_bytes is not given.
+        ValueError as __init__."""
         fields = {"dtype": self.model.dtype, **DEFAULTS[run_on], **self._fields, "run_on": run_on}
         if run_on == "gpu":
             fields.setdefault("memory_bytes", gpu_bytes)
@@ -220,7 +221,7 @@ class LLM:
         worker.runner.close()
 
     def _end(self, leave: Callable[[], object]) -> None:
-        """Rank 0 tells the others that it is over; under mpirun they wait for that here."""
+        """Rank 0 tells the others that the run is over; the other ranks of an mpirun wait for that here."""
         if self.orchestrator is not None:
             self._worker.world.control.send(Kind.STOP)
         else:

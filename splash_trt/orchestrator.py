@@ -1,6 +1,7 @@
-"""One turn of rank 0: schedule, execute, complete, and now and then ask the policy where to go.
+"""Rank 0's loop, one turn at a time: schedule a plan, have it executed, complete the oldest plan in flight. Now and
+then the policy is asked which layout to be in.
 
-Whoever drives it receives in between: engine_server.py from frontends, llm.py from its caller.
+Requests arrive between turns: engine_server.py takes them from frontends, llm.py from its caller.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def scheduler_of(model: ModelConfig, config: EngineConfig) -> Scheduler:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What one turn of the loop brought. step, num_tokens, seconds, layout: of the step that completed in it, 0 and
-    None if none did."""
+    """What one turn of the loop brought. step, num_tokens, seconds and layout are those of the step that completed in
+    this turn; 0 and None if none did."""
 
     deltas: list[TokenDelta] = []
     step: int = 0
@@ -57,16 +58,18 @@ class Turn(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     layout: Layout | None = None
     preemptions: int = 0
-    """Requests that gave their cache up in it."""
+    """How many requests gave their cache up in this turn."""
     decision: tuple[Layout, Decision] | None = None
-    """The policy asked for another layout, and from which."""
+    """If the policy asked for another layout: (the layout at that time, what it decided)."""
 
 
 class Orchestrator:
-    """Drives one scheduler and the ranks. `execute` gives a plan to all ranks and returns what, called, waits for its
-    result; `clock` counts seconds.
+    """Drives the scheduler and the ranks.
 
-    With a policy the layout follows the load until an operator pins one.
+    execute: sends a plan to all ranks and returns a function that waits for its result (Worker.send).
+    plans_in_flight: the most plans that are sent before the oldest one's result is waited for.
+    policy: chooses the layout until an operator pins one; None: the layout changes only when an operator asks.
+    watch: rank 0's row on the board (dist/board.py), which says when it is scheduling. clock: seconds.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Orchestrator:
         if policy is not None:
             scheduler.switcher.expect(policy.expected_s)
         self.observer: Observer | None = None
-        """Told of every plan and its result."""
+        """Is told of every plan and of its result."""
         self._in_flight: deque[tuple[Plan, Callable[[], StepResult]]] = deque()
 
     @classmethod
@@ -119,7 +122,8 @@ class Orchestrator:
         return [] if delta is None else [delta]
 
     def set_layout(self, name: str, *, pin: bool = False) -> None:
-        """An operator's word: a layout to go to, to stay there if `pin`, or "auto". ValueError if it cannot be."""
+        """An operator asks for a layout by its name; with `pin` the policy will not leave it. "auto": from now on the
+        policy decides again. ValueError if this deployment cannot do that."""
         if name.lower() == "auto":
             if self._policy is None:
                 raise ValueError("layout: 'auto' is not possible, this deployment was started with one layout")
@@ -147,11 +151,12 @@ class Orchestrator:
         }
 
     def step(self) -> list[TokenDelta]:
-        """One turn; what it adds to requests."""
+        """One turn; returns only what it adds to requests."""
         return self.turn().deltas
 
     def turn(self) -> Turn:
-        """A plan goes out if there is anything to do, and the oldest result that is due comes in."""
+        """Send a plan if there is anything to do. Then, if as many plans are in flight as may be, or if there was
+        nothing to send, wait for the oldest one's result and complete it."""
         if self._watch is not None:
             self._watch.scheduling()
         turn = self._turn()
@@ -183,7 +188,8 @@ class Orchestrator:
         return Turn(deltas, done.step, done.num_tokens, result.seconds, done.layout, preemptions, decision)
 
     def _follow_load(self, now: float) -> tuple[Layout, Decision] | None:
-        """Ask the policy, unless a layout is pinned or a switch is under way; (the present layout, its decision)."""
+        """Ask the policy, unless a layout is pinned or a switch is under way, and begin the switch that it decides on.
+        Returns (the present layout, the decision); None to stay."""
         if self._policy is None or not self._auto or self.scheduler.switcher.busy:
             return None
         scheduler = self.scheduler

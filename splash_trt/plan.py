@@ -1,4 +1,4 @@
-"""What every rank executes in one step. Made by rank 0, the same bytes for all: a worker needs nothing else.
+"""A plan: what all ranks execute in one step. Rank 0 makes it and sends the same bytes to all; ranks need nothing else.
 
 Shapes: R rows (one request's tokens in this step), T tokens over all rows in row order, W wanted positions, N ranks.
 One array per field and no object per row: at thousands of rows the arrays stay cheap to make, send and read.
@@ -33,9 +33,10 @@ SAMPLING_DTYPE = np.dtype(
 
 
 class SlotControls(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks need beyond SAMPLING_DTYPE for a slot whose parameters are `controlled`, once, when it is opened.
+    """What ranks need beyond SAMPLING_DTYPE for a slot whose sampling parameters are `controlled`. It is sent once,
+    when the slot is opened.
 
-    It tells all that came before, so that a request which was preempted goes on as if it had not been.
+    It includes the output so far, so that a preempted request goes on as if it had not been preempted.
     """
 
     slot: int
@@ -48,11 +49,11 @@ class SlotControls(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float]
     stop_token_ids: tuple[int, ...]
     free_from: int
-    """The first position that may end the output, as min_tokens has it; at most 2**31 - 1."""
+    """The first position at which the output may end, which follows from min_tokens; at most 2**31 - 1."""
     grammar: Grammar | None
 
 
-# What most plans have of most things.
+# Empty arrays, which most plans have in most fields.
 NO_TABLES = np.zeros((0, 4), np.int32)
 NO_MOVES = np.zeros((0, 6), np.int32)
 NO_WEIGHTS = np.zeros((0, 5), np.int64)
@@ -88,8 +89,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[W] int64: SAMPLE, or the id whose log-probability is asked for."""
     counts: np.ndarray
     """[N] int32: tokens whose hidden state each rank computes, zero allowed."""
-    bucket: int
-    """Rows that collectives are padded to where they must be: the largest of `counts`."""
     tables: np.ndarray = NO_TABLES
     """[C, 4] int32: rank, slot, page index, page id: block-table entries that change before the step."""
     sampling: np.ndarray = NO_SAMPLING
@@ -97,7 +96,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     controls: np.ndarray = NO_CONTROLS
     """[B] uint8: msgpack of a list of SlotControls, for those of `sampling` that need them; empty if none does."""
     controlled: np.ndarray = NO_SLOTS
-    """[C] int32, ascending: all slots that need them now. What a rank keeps for any other, it forgets."""
+    """[C] int32, ascending: all slots that have controls now. Ranks forget the controls of all other slots."""
     moves: np.ndarray = NO_MOVES
     """[M, 6] int32: source rank, source page, target rank, target page, first row, rows: copies before the rows run."""
     attempt: int = 0
@@ -107,7 +106,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     target_tables: np.ndarray = NO_TABLES
     """[C, 4] int32: like `tables`, for where the cache will be; the next epoch begins with these."""
     late_moves: np.ndarray = NO_MOVES
-    """[M, 6] int32: like `moves`, after the rows have run: new rows for ranks that did not compute them."""
+    """[M, 6] int32: like `moves`, but copied after the rows have run: new rows, to ranks that did not compute them."""
     weights: np.ndarray = NO_WEIGHTS
     """[K, 5] int64: source rank, target rank, head-cut tensor, first and end number in the source's part of it."""
 
@@ -134,13 +133,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def copies(self) -> bool:
-        """Rows or weights are copied beside what is computed."""
+        """Whether the plan copies cache rows or weights."""
         return bool(len(self.moves) or len(self.late_moves) or len(self.weights))
 
     def copied_bytes(
         self, num_ranks: int, row_bytes: int, number_bytes: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[N] int64 each: what ranks send to others, receive from others, and copy within.
+        """[N] int64 each: bytes that ranks send to others, receive from others, and copy inside themselves.
 
         row_bytes: of one token's cache row, all layers; number_bytes: of one number of the head-cut weights.
         """
@@ -215,7 +214,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
 
-_SCALARS = ("step", "epoch", "layout", "bucket", "attempt")
+_SCALARS = ("step", "epoch", "layout", "attempt")
 _ARRAYS = [name for name in Plan.__struct_fields__ if name not in _SCALARS]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict)

@@ -1,4 +1,4 @@
-"""What every rank does: execute plans in the order in which rank 0 made them."""
+"""What every rank does: execute plans, in the order in which rank 0 made them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ class Worker:
         self.runner = runner
 
     def send(self, plan: Plan) -> Callable[[], StepResult]:
-        """Rank 0: give a plan to all ranks and execute this rank's part. What it returns gives the result."""
+        """Rank 0: send a plan to all ranks and launch its own part. Returns a function that waits for the result."""
         self.world.control.send(Kind.PLAN, plans.encode(plan))
         if self.world.device.type != "cpu":
-            # From here on this rank's device waits for the others' devices, and now and then the host for its device.
+            # This rank's GPU is about to wait for the other ranks' GPUs, and this host now and then for its GPU. A long
+            # message travels only while this host looks after it, so the others must have taken the plan before.
             self.world.control.settle()
-        take = self._launch(plan)
+        wait = self._launch(plan)
 
         def result() -> StepResult:
             self.world.watch.begin_step(plan.step)
-            found = take()
+            found = wait()
             self.world.watch.end_step()
             return found
 
         return result
 
     def follow(self) -> object:
-        """Other ranks: execute plans until rank 0 says something else. Returns the value it sent, None at the end."""
+        """Other ranks: execute plans until rank 0 sends a value, which is returned, or ends the run: None."""
         while True:
             message = self.world.control.receive()
             if message.kind is Kind.STOP:
@@ -51,9 +52,9 @@ class Worker:
 
     def _launch(self, plan: Plan) -> Callable[[], StepResult]:
         self.world.watch.begin_step(plan.step)
-        take = self.runner.launch(plan)
+        wait = self.runner.launch(plan)
         self.world.watch.end_step()
-        return take
+        return wait
 
 
 def start_worker(

@@ -26,7 +26,6 @@ def empty_plan(num_ranks: int, **parts: Any) -> Plan:
         want_index=ints,
         want_target=np.zeros(0, np.int64),
         counts=np.zeros(num_ranks, np.int32),
-        bucket=0,
         attempt=1,
         **parts,
     )

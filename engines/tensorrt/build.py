@@ -1,4 +1,4 @@
-"""Plans for a checkpoint, by what a user says of them."""
+"""Builds the plans of a checkpoint that a user asks for."""
 
 from __future__ import annotations
 

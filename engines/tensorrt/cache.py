@@ -1,4 +1,4 @@
-"""Built plans by what decides their content."""
+"""A cache of built plans, by everything that decides their content."""
 
 from __future__ import annotations
 

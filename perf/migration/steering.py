@@ -86,7 +86,7 @@ def plan_of(layout: Layout, attempt: int) -> Plan:
     rows, ones = np.arange(64, dtype=np.int32), np.ones(64, np.int32)
     shape: dict[str, Any] = {"slot": rows, "start": rows, "count": ones, "home": rows, "want_index": rows[:0]}
     shape |= {"absorbed": ones > 0, "token": rows.astype(np.int64), "want_target": np.zeros(0, np.int64)}
-    return Plan(step=0, epoch=0, layout=layout, counts=np.array([64], np.int32), bucket=64, attempt=attempt, **shape)
+    return Plan(step=0, epoch=0, layout=layout, counts=np.array([64], np.int32), attempt=attempt, **shape)
 
 
 def simulate(load: Load, seed: int, switches: int, steered: Any = None) -> list[Moved]:

@@ -1,4 +1,4 @@
-"""The GPU's time, written where the stream stands."""
+"""Writes the GPU's time to memory, in the stream's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a product leaves to sum, for who has a kernel anyway that can take the sums on its way.
+"""A product's result in parts that are still to be added up, which the next kernel can do as it reads them.
 
 T rows, D columns of the result.
 """

@@ -1,4 +1,4 @@
-"""What the experts' products leave to sum, for who has a kernel anyway that can take the sums on its way.
+"""The experts' results before a token's are added up, which the next kernel can do as it reads them.
 
 T tokens, D hidden, k choices a token, P = T * k pairs (pair p is choice p % k of token p // k).
 """

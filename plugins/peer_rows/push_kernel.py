@@ -1,27 +1,31 @@
-"""Sums and gathers of few rows: each rank writes its own into the others' memory, where their arrival is the signal.
+"""Sums and gathers of few rows: each rank writes (pushes) its rows into the other ranks' memory, and the arrival of a
+row is itself the signal that it is there.
 
-To meet and then to read costs a signal's way to the other GPU, a read's way there and the way back. Rows that are
-written to where they are needed take one way. The reader must tell from a number alone whether it is there: each rank
-has slots full of zero bits. Numbers are sent with their sign bit turned, so that only -0 would be zero bits, and that
-goes as 0. The reader looks until no number is zero bits, and leaves them so.
+Why: to meet first and then read costs three latencies, a signal's way to the other GPU, the read's way there and the
+data's way back. Rows that are written to where they are needed cost one.
 
-There are two sets of slots and tokens, used in turn. A rank writes to a set for operation k + 2 when its k + 1 is
-done, for which it had to have something of every other rank's k + 1: rows, a token where a rank may have no rows for
-it, or a meeting in operations of kernel.py. That came from a kernel that began when the rank's k was done, so what k
-used had been read and was zero bits again. For the same reason these operations are as good as a meeting for all that
-rests on one.
+A reader must tell from a number alone whether it has arrived. Each rank has slots that are filled with zero bits.
+Numbers are sent with their sign bit inverted, so that only -0 would be sent as zero bits; it is sent as 0 instead. The
+reader polls until no number is zero bits, and then fills the slot with zero bits again.
 
-These kernels may begin while the one before them ends, but send nothing before that has ended (wait_for_inputs): what
-is said above of a kernel's begin holds of the end of its wait. The other way round, what comes next starts once every
-program here has started and is past its wait, so that it takes no place that a program needs with which another rank's
-could go on. What it keeps from running is nothing but its own successors.
+There are two sets of slots and tokens, used in turn. A rank writes to a set for operation k + 2 only when its own k + 1
+is done, for which it needed something of every other rank's k + 1: rows, a token (where a rank may have no rows for
+it), or a meeting (in operations of kernel.py). The other rank sent that from a kernel that began after its k was done,
+so the set that k used had been read there and was zero bits again. For the same reason, each of these operations is as
+good as a meeting for everything that relies on one.
 
-Block b waits only for what block b of another rank sends, and sends all it has to send before. `bases` [N] are the
-mailboxes; `start` is where the current slots begin in each, `tokens` where the current tokens do. Slots hold what is
-sent as integers of the same size, INTEGER, whose sign bit is SIGN.
+These kernels may begin while the kernel before them is still running, but they send nothing before it has ended
+(wait_for_inputs): what is said above of a kernel's begin holds for the end of this wait. Conversely, the next kernel is
+started only when all programs of this one have started and are past their wait. So it cannot take the place on the GPU
+of a program that another rank waits for; it can hold up only its own successors.
 
-What is summed may be rows that are still to be summed themselves, each once, by the program that sends or keeps it:
-where `partial` is None, row t is that of sum_pairs (plugins/grouped_experts/product_kernel.py), rounded.
+Block b waits only for what block b of another rank sends, and sends all that it has to send before it waits. `bases`
+[N] are the mailboxes; `start` is where the current slots begin in each, `tokens` where the current tokens do. Slots
+hold what is sent as integers of the same size, INTEGER, whose sign bit is SIGN.
+
+The rows to be summed over ranks may come in parts that have to be added up on this rank first. That is done once for
+each row, by the program that sends or keeps it: where `partial` is None, row t is that of sum_pairs
+(plugins/grouped_experts/product_kernel.py), rounded.
 """
 
 from __future__ import annotations

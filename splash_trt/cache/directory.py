@@ -1,10 +1,11 @@
-"""Which physical page holds which page of which request, on every rank: kept by rank 0 and the only truth.
+"""Which physical page on which rank holds which page of which request. Kept by rank 0, which alone decides on pages.
 
-Ranks learn of it through the block-table changes in plans. Pages given back are not reused before every plan that was
-sent while they were held has completed everywhere: until then they are "leaving".
+Ranks learn of pages through the block-table changes in plans. A page that is given back is "leaving" at first: it is
+not reused before every plan that was sent while it was held has completed on all ranks.
 
-While a switch is under way a request has a second placement, its target. A page that both want on a rank is one and
-the same there; at the commit the target becomes the placement and what it does not name leaves.
+While a switch is under way a request has a second placement, its target. Where both placements want a page on the same
+rank, they share one physical page. At the commit the target becomes the placement, and pages that it does not name
+leave.
 """
 
 from __future__ import annotations

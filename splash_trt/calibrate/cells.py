@@ -154,7 +154,6 @@ class PlanMaker:
                 want_index=want.astype(np.int32),
                 want_target=np.full(len(want), SAMPLE, np.int64),
                 counts=counts,
-                bucket=int(counts.max()),
                 armed=np.zeros(len(start), np.bool_),
                 tables=changes,
                 sampling=sampling,

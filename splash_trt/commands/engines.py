@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from splash_trt.commands.plans import build_plans_beside, build_plans_only, check_out, plan_options
+from splash_trt.commands.plans import build_plans, build_plans_only, check_out, plan_options
 from splash_trt.options import or_fail
 
 
@@ -25,14 +25,14 @@ def build_command(model: Path, out: Path, self_contained: bool, overwrite: bool,
     from splash_engines.build import build_engine
 
     check_out(out, plans["plans_only"], overwrite)
-    beside = build_plans_beside(model, plans)
-    if beside is not None and plans["plans_only"]:
-        build_plans_only(beside, out, overwrite)
+    extra_files = build_plans(model, plans)
+    if extra_files is not None and plans["plans_only"]:
+        build_plans_only(extra_files, out, overwrite)
         click.echo(f"Built {out}")
         return
     with _bar(f"Building {out.name}") as progress:
         kinds = {"self_contained": self_contained, "overwrite": overwrite}
-        or_fail(lambda: build_engine(model, out, beside=beside, progress=progress, **kinds))
+        or_fail(lambda: build_engine(model, out, extra_files=extra_files, progress=progress, **kinds))
     click.echo(f"Built {out}")
 
 

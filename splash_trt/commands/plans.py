@@ -15,7 +15,7 @@ from splash_trt.options import FORMAT_ALIASES, format_of, or_fail
 DEFAULT_CACHE = Path("~/.cache/splash-trt/plans")
 OF_PLANS = "With --engine tensorrt: "
 
-Beside = Callable[[Path], list[Any]]
+ExtraFiles = Callable[[Path], list[Any]]
 """Puts files into an engine's folder and says what to write of them in its manifest."""
 
 _OPTIONS = (
@@ -60,7 +60,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def build_plans_beside(model_dir: Path, options: dict[str, Any]) -> Beside | None:
+def build_plans(model_dir: Path, options: dict[str, Any]) -> ExtraFiles | None:
     """Build what --engine tensorrt asks for, with a progress bar; None for --engine torch."""
     if options["engine"] == "torch":
         for name in ("target", "dtype", "form", "plans_only"):
@@ -106,14 +106,14 @@ def check_out(out: Path, plans_only: bool, overwrite: bool) -> None:
     or_fail(lambda: check_target(out.resolve(), OF_PLANS_ONLY if plans_only else MARKERS, overwrite))
 
 
-def build_plans_only(beside: Beside, out: Path, overwrite: bool) -> None:
+def build_plans_only(extra_files: ExtraFiles, out: Path, overwrite: bool) -> None:
     """A folder that holds plans and nothing else."""
     from splash_engines.tensorrt.store import MARKERS
     from splash_engines.whole_folder import whole_folder
 
     def build() -> None:
         with whole_folder(out.resolve(), markers=MARKERS, overwrite=overwrite) as folder:
-            beside(folder)
+            extra_files(folder)
 
     or_fail(build)
 

@@ -46,23 +46,23 @@ class Baton:
         """First call of a rank's thread, except rank 0's if that holds the baton from the start."""
         while self._holder != rank:
             self._gates[rank].get()
-            self.check(rank)
+            self.check()
 
     def wait(self, rank: int, wait: Wait) -> None:
         """Lets others run until wait.ready(). Raises RankFailure when the world ends meanwhile or nobody can go on."""
-        self.check(rank)
+        self.check()
         if wait.ready():
             return
         self._waits[rank] = wait
         self._hand_over(rank)
-        self.check(rank)
+        self.check()
         while self._holder != rank:
             try:
                 self._gates[rank].get(timeout=None if wait.idle else self._time_left())
             except queue.Empty:
                 if self._time_left() <= 0 and self._holder != rank:
                     self._give_up(wait, f"for {self._deadline_s:g} s")
-            self.check(rank)
+            self.check()
         self._waits[rank] = None
 
     def finish(self, rank: int) -> None:
@@ -77,7 +77,7 @@ class Baton:
         for gate in self._gates:
             gate.put(None)
 
-    def check(self, rank: int) -> None:
+    def check(self) -> None:
         """Raises RankFailure if the world has ended."""
         if self._failure is not None:
             culprit, message, cause = self._failure

@@ -101,7 +101,7 @@ class ThreadCollectives:
 
     def _meet(self, call: Call) -> list[torch.Tensor]:
         meeting = self._meeting
-        self._baton.check(self.rank)
+        self._baton.check()
         self._watch.enter(call.phase)
         for other, theirs in meeting.calls.items():
             if theirs.signature != call.signature:

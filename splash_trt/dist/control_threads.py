@@ -42,7 +42,7 @@ class ThreadControl(Control):
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         assert self.rank == 0, self.rank
-        self._baton.check(self.rank)
+        self._baton.check()
         for waiting in self._boxes.queues[1:]:
             waiting.append(Message(kind, payload))
         limit = 0 if kind is Kind.STOP else MAX_BEHIND
@@ -61,7 +61,7 @@ class ThreadControl(Control):
 
     def agree(self, error: str | None) -> None:
         outcomes = self._boxes.outcomes
-        self._baton.check(self.rank)
+        self._baton.check()
         outcomes[self.rank] = error
         wait = Wait(
             "start-up",

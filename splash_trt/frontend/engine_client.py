@@ -1,4 +1,4 @@
-"""The frontend's end of the link to rank 0: sends requests, hands what comes back to those who wait for it."""
+"""The frontend's end of the link to rank 0: sends requests, and hands what comes back to whoever waits for it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from splash_trt.request import Request, TokenDelta
 log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for a Unix socket
-LAST_FRAMES_S = 0.05  # what the engine said last is still being read when its end is noticed
+LAST_FRAMES_S = 0.05  # after a disconnect, for reading what the engine sent last
 LINGER_MS = 500
-RECONNECT_MS = 20  # several frontends are to find an engine that begins at about the same time
-MAX_TAKING_S = 0.002  # until what came is passed on: an engine ahead of us is caught up with, in longer pieces
-MAX_FLUSHES = 64  # in a row; then whoever else waits for the event loop has a turn
+RECONNECT_MS = 20  # short, so that all frontends find a new engine at about the same time
+MAX_TAKING_S = 0.002  # messages are read for so long before their tokens are passed on: more at once if we lag behind
+MAX_FLUSHES = 64  # receivers flushed in a row before the event loop's other tasks have a turn
 
 
 class Listener(Protocol):
-    """Told of what concerns no single request."""
+    """Is told of everything that concerns no single request."""
 
     def on_frames(self, frames: Frames) -> None: ...
 
@@ -55,10 +55,10 @@ class Listener(Protocol):
 
 
 class Receiver(Protocol):
-    """Whose requests are in the engine. After one or more of `put` and `fail` comes `flush`."""
+    """Gets what its requests generate. After one or more calls of `put` and `fail` comes one of `flush`."""
 
     def put(self, index: int, delta: TokenDelta) -> None:
-        """index: which of its requests it is for."""
+        """index: which of the receiver's requests the delta is for."""
 
     def fail(self, error: ApiError) -> None:
         """Nothing more will come."""
@@ -97,10 +97,10 @@ class EngineClient:
         self._listener = listener
         self._routes: dict[str, Route] = {}
         self._ids: dict[int, str] = {}
-        """Of the requests by their numbers."""
+        """{number: request id}."""
         self._numbers = itertools.count()
         self._fed: dict[Receiver, None] = {}
-        """Those that wait for `flush`."""
+        """Receivers to `flush`, in the order of their first `put`."""
         self._replies: dict[int, asyncio.Future[LayoutReply | Explanation]] = {}
         self._tokens = itertools.count(1)
         self._num_unstarted = 0
@@ -237,7 +237,8 @@ class EngineClient:
                 receiver.flush()
                 if count % MAX_FLUSHES == 0:
                     await asyncio.sleep(0)
-            # A receive that need not wait does not yield, and an engine ahead of us would starve those who write.
+            # A receive that finds a message at once does not yield: without this, an engine that is ahead of us would
+            # keep the tasks that write to clients from running.
             await asyncio.sleep(0)
 
     def _decode(self, data: bytes) -> None:

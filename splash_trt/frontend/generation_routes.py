@@ -103,7 +103,7 @@ class GenerationRoutes:
             return text, tuple(tokenizer.encode_chat(text, ready.max_context))
 
         # A template may take long over few words, but what it takes long over is most often a long text.
-        return await self._serving.beside.run(encode) if _num_characters(body) > LONG_TEXT else encode()
+        return await self._serving.background.run(encode) if _num_characters(body) > LONG_TEXT else encode()
 
     def _requests(
         self,

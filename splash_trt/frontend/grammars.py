@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.background import BackgroundThreads
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.structured import Form
 from splash_trt.link import Ready
@@ -14,9 +14,9 @@ from splash_trt.runtime.grammar import GrammarCompiler
 class Grammars:
     """folder: holds tokenizer.json."""
 
-    def __init__(self, folder: Path, beside: Beside) -> None:
+    def __init__(self, folder: Path, background: BackgroundThreads) -> None:
         self._folder = folder
-        self._beside = beside
+        self._background = background
         self._compiler: GrammarCompiler | None = None
         self._made_for: tuple[object, ...] = ()
 
@@ -27,7 +27,7 @@ class Grammars:
             self._compiler_for(ready).check(form.grammar)
 
         try:
-            await self._beside.run(check)
+            await self._background.run(check)
         except ValueError as error:
             what = str(error).partition(": ")[2]
             raise ApiError(f"{form.field}: {what}", param=form.field) from None

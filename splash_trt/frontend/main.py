@@ -22,7 +22,7 @@ from pathlib import Path
 from aiohttp import web
 
 from splash_trt.frontend.app import Frontend
-from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.background import BackgroundThreads
 from splash_trt.frontend.client_socket import ClientSocket
 from splash_trt.frontend.connection import cannot_listen, listen
 from splash_trt.frontend.dashboard.history import History
@@ -34,7 +34,7 @@ from splash_trt.frontend.options import Options, parse
 from splash_trt.frontend.reading import choose_reasoning_parser, choose_tool_parser
 from splash_trt.frontend.sampling import Defaults
 from splash_trt.frontend.serving import Limits, Serving
-from splash_trt.frontend.together import PUBLISH_S
+from splash_trt.frontend.shared_metrics import PUBLISH_S
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.lifeline import remove_sockets
 from splash_trt.observe import log as logs
@@ -109,18 +109,18 @@ async def run(options: Options) -> int:
     engine.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.on_signal, number.name)
-    beside: list[asyncio.Task[None]] = []
+    tasks: list[asyncio.Task[None]] = []
     servers: list[asyncio.Server] = []
     try:
         servers += await _listen(runner, options, engine)
         if clients is not None:
             clients.start()
-        beside.append(asyncio.create_task(_announce(engine, servers, options)))
+        tasks.append(asyncio.create_task(_announce(engine, servers, options)))
         if member is not None:
-            beside.append(asyncio.create_task(_publish(serving)))
+            tasks.append(asyncio.create_task(_publish(serving)))
         return await _serve(options, frontend, clients, engine, ending)
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
         for server in servers:
             server.close()
@@ -136,13 +136,13 @@ async def run(options: Options) -> int:
 def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serving:
     """ValueError for a folder that cannot be used."""
     tokenizer = None if options.tokenizer is None else Tokenizer(Path(options.tokenizer))
-    beside = Beside()
+    background = BackgroundThreads()
     knows = (lambda text: False) if tokenizer is None else tokenizer.knows
     return Serving(
         engine=engine,
         metrics=metrics,
         tokenizer=tokenizer,
-        grammars=None if options.tokenizer is None else Grammars(Path(options.tokenizer), beside),
+        grammars=None if options.tokenizer is None else Grammars(Path(options.tokenizer), background),
         model_name=options.model_name,
         limits=Limits(
             max_queued=options.max_queued,
@@ -152,7 +152,7 @@ def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serv
         defaults=load_defaults(options),
         tool_parser=choose_tool_parser(options.tool_parser, knows),
         reasoning_parser=choose_reasoning_parser(options.reasoning_parser, knows),
-        beside=beside,
+        background=background,
     )
 
 
@@ -189,7 +189,7 @@ async def _announce(engine: EngineClient, servers: list[asyncio.Server], options
 async def _publish(serving: Serving) -> None:
     """What is counted here, for the other frontends to answer with."""
     while True:
-        await serving.beside.run(serving.metrics.publish)
+        await serving.background.run(serving.metrics.publish)
         await asyncio.sleep(PUBLISH_S)
 
 

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from splash_trt.frontend.member import Member
-from splash_trt.frontend.together import Registries, Together
+from splash_trt.frontend.shared_metrics import Registries, SharedMetrics
 from splash_trt.link import Frames, Ready, Status, SwitchReport
 from splash_trt.observe.compat import CompatNames
 from splash_trt.observe.series import Distribution, Rate, Total
@@ -40,8 +40,8 @@ class Metrics:
         self._request_counters(registries.requests)
         self._switches = SwitchMetrics(registries.engine)
         registry = self._registry = CollectorRegistry()
-        self._together = Together(registries, member)
-        registry.register(self._together)
+        self._shared = SharedMetrics(registries, member)
+        registry.register(self._shared)
         self._compat = CollectorRegistry()
         self._compat.register(CompatNames(registry, model_name))
 
@@ -91,7 +91,7 @@ class Metrics:
 
     def publish(self) -> None:
         """Leaves for the other frontends what has been counted. May be called in a thread of its own."""
-        self._together.publish()
+        self._shared.publish()
 
     def text(self) -> bytes:
         """In Prometheus's text format. May be called in a thread of its own."""

@@ -173,7 +173,7 @@ class OperatorRoutes:
 
     async def _metrics_text(self, http: web.Request) -> web.Response:
         # Thousands of lines, once there have been switches of many kinds: beside the event loop.
-        text = await self._serving.beside.run(self._serving.metrics.text)
+        text = await self._serving.background.run(self._serving.metrics.text)
         return web.Response(body=text, headers={"Content-Type": metrics_module.CONTENT_TYPE})
 
     async def _version(self, http: web.Request) -> web.Response:

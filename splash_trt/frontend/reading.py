@@ -1,4 +1,4 @@
-"""Which of a model's ways of writing are read, and one answer's text turned into reasoning, content and tool calls."""
+"""Turns an answer's text into reasoning, content and tool calls, by the formats that the model is known to write."""
 
 from __future__ import annotations
 

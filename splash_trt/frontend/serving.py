@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.background import BackgroundThreads
 from splash_trt.frontend.decoding import decode
 from splash_trt.frontend.engine_client import EngineClient
 from splash_trt.frontend.errors import ApiError, unavailable
@@ -51,7 +51,7 @@ class Serving:
     """"deepseek_v3", "glm" or "none"."""
     reasoning_parser: str
     """"think" or "none"."""
-    beside: Beside
+    background: BackgroundThreads
     num_streams: int = 0
     """Generations under way."""
     draining: bool = False
@@ -121,7 +121,7 @@ class Serving:
         def encode() -> list[tuple[int, ...]]:
             return [tuple(tokenizer.encode(text, limit)) for text in texts]
 
-        return await self.beside.run(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
+        return await self.background.run(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
 
     async def check_form(self, form: Form | None, ready: Ready) -> None:
         """ApiError for a form that no answer can have."""

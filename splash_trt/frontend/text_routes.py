@@ -82,7 +82,7 @@ class TextRoutes:
             return tokenizer.encode(text, MAX_TOKENS, wanted)
 
         is_short = body.prompt is not None and len(body.prompt) <= LONG_TEXT
-        ids = encode() if is_short else await self._serving.beside.run(encode)
+        ids = encode() if is_short else await self._serving.background.run(encode)
         names = [tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
         ready = self._serving.engine.ready
         return json_response(Tokenized(len(ids), None if ready is None else ready.max_context, ids, names))
@@ -91,5 +91,5 @@ class TextRoutes:
         body = await self._serving.body(http, DetokenizeBody)
         self._serving.check_model(body.model)
         tokenizer = self._serving.need_tokenizer("tokens")
-        text = await self._serving.beside.run(lambda: tokenizer.decode(body.tokens))
+        text = await self._serving.background.run(lambda: tokenizer.decode(body.tokens))
         return json_response(Detokenized(text))

@@ -4,10 +4,12 @@
                    │             │           │
                    └─────────────┴───────────┴──> aborting ──> steady
 
-preparing: room is made (pages leave the top of the arena, admissions wait) and every request gets a second placement:
-from then on its new rows are written under both. migrating: the rows computed before, and weights, move under a budget.
-armed: all has been sent and is being acknowledged. retiring: the new layout serves; what the last plans of the old one
-name drains. aborting: likewise for the target.
+preparing: room is made (pages leave the top of the arena, admissions wait), and every running request gets a second
+    placement. From then on its new cache rows are written under both placements.
+migrating: the rows computed before that, and weights, are moved under a budget.
+armed:     everything to move is in plans that were sent; all ranks have to complete these plans.
+retiring:  the new layout serves; pages of the old one become free when the last plans that name them have completed.
+aborting:  the old layout serves on; pages of the target become free likewise.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ ABORTABLE = frozenset({State.PREPARING, State.MIGRATING, State.ARMED})
 
 
 class Abort(str, Enum):
-    """Kinds of reasons to abort a switch, few enough to count by."""
+    """The kinds of reasons for aborting a switch, for counting."""
 
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
@@ -54,7 +56,8 @@ class IllegalMove(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a switch is for. `owners` moves single requests (by id) to other ranks, also within one layout."""
+    """Where a switch goes, and why. owners: {request id: rank} of requests that are to have this owner; they may move
+    also within one layout."""
 
     layout: Layout
     why: str
@@ -63,7 +66,7 @@ class Goal:
 
 @dataclass(kw_only=True)
 class Record:
-    """What is published about one switch. Bytes are those planned, by kind; times in seconds."""
+    """What is published about one switch. Bytes are counted when they are put into plans, by kind."""
 
     number: int
     """Counts switches from 1."""
@@ -72,7 +75,7 @@ class Record:
     why: str
     begin_step: int
     ended: bool = False
-    """Nothing of it is under way any more."""
+    """The switch is over, and what it left behind is free."""
     outcome: str = "under way"
     abort: str | None = None
     """The kind of reason (Abort) if it was aborted; `outcome` has it in full."""
@@ -83,9 +86,9 @@ class Record:
     steps_in: dict[str, int] = field(default_factory=dict)
     seconds_in: dict[str, float] = field(default_factory=dict)
     slowdown: float | None = None
-    """Median time of the steps that moved something over that of the move-free steps around them, less 1."""
+    """Median time of the steps that moved something over that of steps that moved nothing, less 1 (meter.py)."""
     stall_s: float | None = None
-    """The slowest rank's gap before the first new step, less the median gap."""
+    """What the commit cost: the slowest rank's gap before the first step of the new layout, less the median gap."""
 
     @property
     def progress(self) -> float:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 REFERENCE_STEP_S = 0.01
 """Budgets are those of a step of this length or less; in a longer one, which hides more, so much more may move."""
 MAX_BUDGET_BYTES = 256 << 20
-SMALLEST_SHARE = 16  # a budget is at least this part of what it begins with: less only prolongs a switch
-AIM = 0.7  # of the slowdown that is allowed: the rest is for errors, and for what a switch costs however little moves
-DOUBT = 0.5  # standard deviation of what is believed that start_bytes cost, over what is aimed at
-LEAST_AIM = 1e-4  # less than that is never told from noise
-KEPT = 256  # comparisons
-MOST_GROWTH, MOST_SHRINKING = 1.25, 0.5  # from one comparison to the next
+SMALLEST_SHARE = 16  # a budget is at least start_bytes / 16: with less a switch only takes longer
+AIM = 0.7  # share of the allowed slowdown to aim at; the rest covers errors and what a switch costs besides its bytes
+DOUBT = 0.5  # standard deviation of the prior belief about what start_bytes cost, relative to the aim
+LEAST_AIM = 1e-4  # a smaller slowdown cannot be told from noise
+KEPT = 256  # comparisons that are remembered
+MOST_GROWTH, MOST_SHRINKING = 1.25, 0.5  # the budget changes by no more than these factors with each comparison
 
 
 def scaled(num_bytes: int, step_s: float) -> int:
@@ -26,32 +26,35 @@ def scaled(num_bytes: int, step_s: float) -> int:
 
 
 class Comparison(NamedTuple):
-    """A step of a switch that moved nothing, and those around it that did."""
+    """A step of a switch that moved nothing, against the steps around it that moved something (see meter.py)."""
 
     slowdown: float
-    """The time of the others over that of the one, less 1."""
+    """The time of the moving steps over the time of the still one, less 1."""
     num_bytes: float
-    """What each of the others moved, in a step of REFERENCE_STEP_S or less."""
+    """What each moving step moved, scaled to a step of REFERENCE_STEP_S or less."""
     error: float
-    """Of the slowdown: its standard deviation, from how much the others vary among themselves."""
+    """Standard deviation of `slowdown`, estimated from how much the moving steps vary among themselves."""
 
 
 class Budget:
-    """The bytes that slow a step down by what is aimed at, AIM * max_slowdown, as far as that is known.
+    """The bytes that each rank may move in a step of a switch, so that the step slows down by the aim, AIM *
+    max_slowdown (0.05 means 5 %). `bytes_per_step` is the present estimate.
 
-    Steps vary by more than is allowed, a comparison therefore by several times as much, and a switch gives few of them.
-    So a slowdown is taken to grow with the bytes, s a byte, and s is measured over many switches: it is the weighted
-    median of slowdown / bytes, each weighted with its bytes (the line through the origin with the least sum of absolute
-    distances), whose error is that of a median, sqrt(pi / 2) * error of a comparison / sqrt(sum of bytes ** 2).
-    Before anything is known, start_bytes are believed to cost what is aimed at, give or take half of it (DOUBT). In
-    units of that belief, aim / start_bytes, s is the mean of belief and measurement by their inverse variances, and
+    Measuring is hard: steps vary by more than the slowdown that is allowed, a comparison of steps varies by several
+    times as much, and one switch gives few comparisons. So the model is simple, slowdown = s * bytes, and s is measured
+    over many switches. The measurement is the weighted median of slowdown / bytes over all comparisons, each weighted
+    with its bytes: the line through the origin with the least sum of absolute distances. Its error is that of a median,
+    sqrt(pi / 2) * error of a comparison / sqrt(sum of bytes ** 2).
+
+    Before the first measurement there is a belief: start_bytes cost the aim, with a standard deviation of DOUBT times
+    the aim. Belief and measurement are averaged by their inverse variances. In units of the belief (aim / start_bytes):
 
         s = (1 / DOUBT ** 2 + measured / error ** 2) / (1 / DOUBT ** 2 + 1 / error ** 2)        budget = start_bytes / s
 
-    Noise has a large error, which leaves the budget near start_bytes. So has a budget that became too small to be
-    measured, which brings it back. One comparison changes it by no more than MOST_GROWTH or MOST_SHRINKING, and it
-    stays between floor_bytes, or start_bytes / SMALLEST_SHARE if that is more, and ceiling_bytes. max_slowdown: 0.05
-    means 5 %.
+    A noisy measurement has a large error and leaves the budget near start_bytes. So does a measurement under a budget
+    that became too small to be measured, which brings the budget back up. The budget changes by no more than
+    MOST_GROWTH or MOST_SHRINKING with each comparison, is at most ceiling_bytes, and is at least floor_bytes or
+    start_bytes / SMALLEST_SHARE, whichever is more.
     """
 
     def __init__(self, start_bytes: int, floor_bytes: int, ceiling_bytes: int, max_slowdown: float) -> None:
@@ -61,13 +64,13 @@ class Budget:
         self.begin_with(start_bytes)
 
     def begin_with(self, start_bytes: int) -> None:
-        """As if nothing had been measured yet."""
+        """Begin anew with this budget, as if nothing had been measured yet."""
         self._start = min(max(start_bytes, self._floor), self._ceiling)
         self._known.clear()
         self.bytes_per_step = self._start
 
     def observe(self, found: Comparison) -> None:
-        """Of a switch; what was learnt in one is kept for the next."""
+        """Take in a comparison. What one switch teaches is kept for the next."""
         if found.num_bytes < 1:
             return
         self._known.append(found)
@@ -77,7 +80,7 @@ class Budget:
         self.bytes_per_step = min(max(int(self._start / cost) if cost * most > self._start else most, least), most)
 
     def _cost_of_start(self) -> float:
-        """What start_bytes cost, over what is aimed at: belief and measurement by their weights."""
+        """What start_bytes cost relative to the aim: `s` of the class's formula."""
         believed = self._aim / self._start
         measured = _weighted_median([(x.slowdown / x.num_bytes / believed, x.num_bytes) for x in self._known])
         squares = sum(x.num_bytes**2 for x in self._known)
@@ -86,17 +89,15 @@ class Budget:
         return 1 + weight * (measured - 1)
 
     def in_time(self, left_bytes: int, left_s: float, step_s: float) -> int:
-        """The budget for the next step, raised if need be so that left_bytes are moved in half of left_s.
-
-        A switch that misses its deadline has cost its slow-down for nothing. step_s: what a step takes.
-        """
+        """The budget for the next step, which takes about step_s. It is raised where left_bytes would otherwise not be
+        moved within half of left_s, the time to the deadline: a switch that misses it has slowed steps for nothing."""
         steps = left_s / 2 / step_s if step_s > 0 else float("inf")
         usual = scaled(self.bytes_per_step, step_s)
         return min(max(usual, round(left_bytes / max(steps, 1.0))), scaled(self._ceiling, step_s))
 
 
 def _weighted_median(values: list[tuple[float, float]]) -> float:
-    """Of (value, weight), at least one: values up to it have half of the weight."""
+    """The weighted median of (value, weight) pairs, at least one: values up to it have half of all weight."""
     values = sorted(values)
     below = list(accumulate(weight for _, weight in values))
     return values[bisect_left(below, below[-1] / 2)][0]
@@ -122,5 +123,5 @@ class Allowance:
 
     @property
     def spent(self) -> bool:
-        """Nobody may send or nobody may receive any more."""
+        """No rank may send any more, or no rank may receive any more."""
         return max(self._sent) <= 0 or max(self._received) <= 0

@@ -1,5 +1,5 @@
-"""Copies between a GPU's memory and that of the peers mapped into it: large pieces by the copy engines, small ones by a
-kernel, beside the step on a stream of their own or in its order."""
+"""A GPU's `Carrier` (peer_mover.py): copies between its memory and that of other GPUs mapped into it. Large pieces are
+copied by the copy engines, small ones by a kernel; on a side stream, or on the step's stream."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from splash_trt.memory.device_memory import copy
 from splash_trt.migration.pieces import split
 
 ENGINE_BYTES = 128 << 10
-"""The least that an engine is asked for, if the kernel can copy it too: below, the order takes longer than the copy."""
+"""The smallest piece for a copy engine, if the kernel can copy it too: below, the launch takes longer than the copy."""
 MOST_ORDERS = 256
-"""To engines, in one call."""
+"""The most pieces for the copy engines in one call."""
 PROGRAMS = 512
-"""Of the kernel in the step's order, for which the step waits."""
+"""Programs of the kernel on the step's stream, where the step waits for it."""
 PROGRAMS_BESIDE = 16
-"""Beside it, where the step needs the multiprocessors: 16 programs keep up with a third of NVLink."""
+"""Programs on the side stream, where the step needs the multiprocessors: 16 of them reach a third of NVLink's rate."""
 
 PieceCopy = Callable[[torch.Tensor, int, int], None]
-"""plugins/piece_copy: pieces, the bytes that divide their numbers, programs."""
+"""The kernel of plugins/piece_copy: pieces, the unit in bytes that divides all of their numbers, programs."""
 
 
 class CudaCarrier:
-    """A `Carrier`; the step is the current stream. unit: bytes that divide all of rows (Places.unit).
+    """The step's stream is the current one. unit: bytes that divide every address and length of rows (Places.unit).
 
-    The other stream has the lowest priority there is, which is that of a step's too unless its stream has another.
+    The side stream has the lowest priority, which the current stream has too unless it was created with another.
     """
 
     def __init__(self, device: torch.device, unit: int, piece_copy: PieceCopy) -> None:
         self._device = device
         self._unit = unit
         self._piece_copy = piece_copy
-        self._beside = torch.cuda.Stream(device)
+        self._side_stream = torch.cuda.Stream(device)
         self._used: list[torch.Tensor] = []
         self._joined = True
         self.now(np.zeros((1, 3), np.int64))  # compiles the kernel: later, other ranks would wait for it
@@ -48,18 +48,18 @@ class CudaCarrier:
     def beside(self, pieces: np.ndarray) -> None:
         large, small = split(pieces, ENGINE_BYTES, MOST_ORDERS, self._unit)
         if len(small):
-            # The step's stream owns this memory, and could use it again as soon as nobody here holds it.
+            # Kept until `join`: the step's stream owns this memory and could reuse it as soon as nobody refers to it.
             self._used.append(self._table(small))
-        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        self._side_stream.wait_stream(torch.cuda.current_stream(self._device))
         self._joined = False
-        self._engines(large, self._beside)
+        self._engines(large, self._side_stream)
         if len(small):
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._side_stream):
                 self._piece_copy(self._used[-1], self._unit, PROGRAMS_BESIDE)
 
     def join(self) -> None:
         if not self._joined:
-            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+            torch.cuda.current_stream(self._device).wait_stream(self._side_stream)
             self._joined = True
         self._used.clear()
 

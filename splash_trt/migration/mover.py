@@ -1,14 +1,15 @@
-"""One rank's part in moving cache rows and weights, as a plan says.
+"""One rank's part in moving cache rows and weights by collectives, for ranks that cannot map each other's memory.
 
-Copies inside the rank first, then one exchange in which every rank sends each other rank all that the plan names, in
-the plan's order. An error in the exchange is reported, not raised: the rank still takes part in it (with bytes that
-nobody will use), so that the others are not left waiting, and the switch is aborted. An error in a copy inside the rank
-is raised and ends the run: the block tables already point to the new page.
+Copies inside the rank come first. Then there is one all-to-all exchange, in which every rank sends each other rank all
+that the plan names for it, in the plan's order. An error in the exchange is reported, not raised: the rank still takes
+part, with zeros in place of what it lacks, so that the others are not left waiting; then the switch is aborted. An
+error in a copy inside the rank is raised and ends the run, since the block tables already point to the new page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ class Mover:
         self.bytes_sent = {"pages": 0, "new_rows": 0, "weights": 0}
 
     def before(self, plan: Plan) -> str:
-        """What moves before the rows run; returns the error, empty if none."""
+        """Copy `moves` and `weights`, before the rows run. Returns the error, empty if none."""
         rank = self._comm.rank
         local = plan.moves[:, 0] == plan.moves[:, 2]
         for _, source, _, target, first, count in plan.moves[local & (plan.moves[:, 0] == rank)].tolist():
@@ -37,7 +38,7 @@ class Mover:
         return self._exchange(plan.moves[~local], plan.weights, "pages")
 
     def after(self, plan: Plan) -> str:
-        """New rows for the ranks of armed requests' targets that did not compute them."""
+        """Send new rows of armed requests to the target ranks that did not compute them. Returns as `before`."""
         return self._exchange(plan.late_moves, plan.weights[:0], "new_rows")
 
     def _exchange(self, moves: np.ndarray, weights: np.ndarray, kind: str) -> str:
@@ -46,13 +47,13 @@ class Mover:
         ranks, rank = range(self._comm.size), self._comm.rank
         send, expected, errors = [], [], []
         for other in ranks:
-            out, error = self._guarded(lambda to=other: self._gather(moves, weights, to, kind))  # type: ignore[misc]
+            out, error = self._guarded(partial(self._gather, moves, weights, other, kind))
             errors.append(error)
             send.append(self._blank(moves, weights, rank, other) if out is None else out)
             expected.append((self._numbers(moves, weights, other, rank),))
         received = self._comm.all_to_all(send, expected)
         for other, numbers in zip(ranks, received, strict=True):
-            errors.append(self._guarded(lambda n=numbers, o=other: self._scatter(moves, weights, o, n))[1])  # type: ignore[misc]
+            errors.append(self._guarded(partial(self._scatter, moves, weights, other, numbers))[1])
         return "; ".join(filter(None, errors))
 
     def _gather(self, moves: np.ndarray, weights: np.ndarray, target: int, kind: str) -> torch.Tensor:

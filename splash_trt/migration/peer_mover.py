@@ -1,28 +1,30 @@
-"""One rank's part in moving cache rows and weights where ranks write into each other's memory: the source pushes.
+"""One rank's part in moving cache rows and weights where ranks map each other's memory: the source rank writes straight
+into the target rank's memory (it pushes), and the target does nothing.
 
-A plan's copies become pieces of memory (pieces.py), and a `Carrier` brings each from its address to the other: a GPU's
-copy engines, on a stream beside the step's. Nobody sends and nobody receives. What orders a copy against the kernels of
-its two ranks, whose steps are kernels of one stream each:
+A plan's copies become pieces of memory (pieces.py). A `Carrier` copies each piece: on a GPU with its copy engines, on a
+side stream. A step is a sequence of kernels on one stream per rank, the step's stream; a "meeting" is a point in it
+that no rank passes before all ranks have reached it. Why no copy races with the kernels of its two ranks:
 
-- Source rows are there. They were computed by earlier plans, whose kernels on this rank come before, or pushed here by
-  a switch that has ended (below). Rows never change once they are written, and the page is pinned: rank 0 gives it to
-  nobody until a plan after the one that names it has come back. So copies may run beside the step that follows. A pull
-  would have to meet the source first, to know that its kernels are done.
-- Target pages are free on the target. Rank 0 gave them out once the last plan that named them had come back on rank 0.
-  Every rank had come to that step's last meeting by then, and after it reads no cache. The same holds for where the
-  other ranks' heads go: the pages that lay there were moved away by a plan that has come back.
-- Nobody reads a target page before the commit. Others write other rows of it in the meantime (the ranks that compute an
-  armed row their own copy, other sources theirs): each byte is written once.
-- New rows (`late_moves`) are there when the rows have run, so they are pushed in the step's own order, after them.
-- The new layout reads what has come. Copies beside the step are joined to its order in `after`; the ranks' statuses,
-  exchanged next, are a meeting. So when the target goes on to its next step, or rank 0 has this one's result, all that
-  the plan moves has arrived. That is why copies between ranks belong to plans of an attempt, which have statuses.
-- Copies inside a rank (compaction) are read by this very step, and are done in its order, before it. When the plan has
-  copies between ranks too, the ranks meet in between: another rank's push may go to where a page has just been moved
-  to, or where it has just been moved away from. Late rows need none: the rows have run, with all their meetings.
+- The source rows are complete. They were computed by earlier plans, whose kernels precede the copy on this rank's
+  stream, or pushed here by a switch that has ended. Rows never change after they are written, and rank 0 does not reuse
+  their page until a plan after the one that names it has completed. So the copies may overlap with the step. (A pull by
+  the target would first have to meet the source, to know that its kernels are done.)
+- The target pages are free. Rank 0 gave them out after the last plan that named them had completed on rank 0. By then
+  every rank had reached that step's last meeting, after which it reads no cache. The same holds for the memory that the
+  other ranks' heads go to: the pages there were moved away by a plan that has completed.
+- Nobody reads a target page before the commit. Until then several ranks may write to it: the ranks that compute new
+  rows of an armed request write their own copies, and other sources push theirs. Each byte is written only once.
+- New rows (`late_moves`) exist only after the plan's rows have run: they are pushed after them, on the step's stream.
+- The new layout sees everything that was moved. `after` makes the step's stream wait for the side stream, and then the
+  ranks exchange their statuses, which is a meeting. So everything that a plan moves has arrived before the target
+  begins its next step and before rank 0 has this step's result. Only plans of a switch (`attempt`) have statuses, which
+  is why only they may copy between ranks.
+- Copies inside a rank (compaction) are read by this very step, so they run before it, on the step's stream. If the plan
+  also copies between ranks, the ranks meet after the copies inside: a push by another rank may go to where a page has
+  just been moved to, or to where it was moved away from. Late rows need no meeting of their own: the rows ran before.
 
-An error in copies between ranks is reported, as far as it shows when they are enqueued, and the switch is aborted; one
-inside a rank is raised and ends the run: the block tables already point to the new page.
+An error in copies between ranks, as far as it shows when they are enqueued, is reported, and the switch is aborted. An
+error in copies inside a rank is raised and ends the run, since the block tables already point to the new page.
 """
 
 from __future__ import annotations
@@ -37,24 +39,24 @@ from splash_trt.plan import Plan
 
 
 class Carrier(Protocol):
-    """Copies pieces [n, 3] (see pieces.py), of which none overlaps what another one writes."""
+    """Copies pieces [n, 3] (see pieces.py), none of which overlaps what another one writes."""
 
     def now(self, pieces: np.ndarray) -> None:
-        """In the step's order."""
+        """Copy on the step's stream."""
         ...
 
     def beside(self, pieces: np.ndarray) -> None:
-        """After all that the step holds so far, and while it goes on."""
+        """Copy on a side stream: after what is on the step's stream already, overlapping with what comes next."""
         ...
 
     def join(self) -> None:
-        """From here on in the step's order, what was copied beside is there."""
+        """What comes next on the step's stream waits for the copies on the side stream."""
         ...
 
 
 class PeerMover:
-    """`bytes_sent` counts what this rank has pushed to others, by kind. meet: returns in the step's order when every
-    rank has called it and done, in its own order, all that came before."""
+    """`bytes_sent` counts what this rank has pushed to others, by kind. meet: puts a meeting on the step's stream; what
+    comes after it on any rank runs after what came before it on all ranks."""
 
     def __init__(self, rank: int, places: Places, carrier: Carrier, meet: Callable[[], None]) -> None:
         self._rank = rank
@@ -64,7 +66,7 @@ class PeerMover:
         self.bytes_sent = {"pages": 0, "new_rows": 0, "weights": 0}
 
     def before(self, plan: Plan) -> str:
-        """What moves before the rows run or beside them; returns the error, empty if none."""
+        """Copy `moves` and `weights`, before the rows run or while they do. Returns the error, empty if none."""
         local = plan.moves[:, 0] == plan.moves[:, 2]
         crossing = bool((~local).any()) or len(plan.weights) > 0
         assert plan.attempt or not (crossing or len(plan.late_moves)), "copies between ranks need a meeting after them"
@@ -82,7 +84,7 @@ class PeerMover:
         return self._guarded(self._carrier.beside, pieces)
 
     def after(self, plan: Plan) -> str:
-        """New rows for the ranks of armed requests' targets that did not compute them."""
+        """Push new rows of armed requests to the target ranks that did not compute them. Returns as `before`."""
         self._carrier.join()
         late = self._mine(plan.late_moves)
         if not len(late):
@@ -91,7 +93,7 @@ class PeerMover:
         return self._guarded(self._carrier.now, self._places.rows(late))
 
     def _mine(self, moves: np.ndarray) -> np.ndarray:
-        """Those from this rank."""
+        """Those whose source is this rank."""
         return moves[moves[:, 0] == self._rank]
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""Which second placement each running request gets when a switch begins. Pure functions."""
+"""Chooses the second placement, the one under the new layout, that each running request gets when a switch begins. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from splash_trt.layout.spec import PlacementKind
 
 @dataclass(frozen=True)
 class Holding:
-    """A running request's cache: pages now, and at its longest."""
+    """A running request's cache: its pages now (num_pages) and at its greatest length (final_pages)."""
 
     request_id: str
     placement: Placement
@@ -21,7 +22,7 @@ class Holding:
 
 
 def follow(placement: Placement, kind: PlacementKind, home: int) -> Placement:
-    """The placement of `kind` that moves least: an owner or home stays; `home` serves where there was none."""
+    """The placement of `kind` that moves least: a request keeps its owner or home; `home` is for one that has none."""
     if kind is PlacementKind.REPLICATED:
         return Placement(kind)
     return Placement(kind, home if placement.kind is PlacementKind.REPLICATED else placement.home)
@@ -30,12 +31,12 @@ def follow(placement: Placement, kind: PlacementKind, home: int) -> Placement:
 def choose_targets(
     kind: PlacementKind, holdings: list[Holding], limits: np.ndarray, owners: dict[str, int]
 ) -> list[Placement]:
-    """Targets in the order of `holdings`. limits [N]: pages of each rank; owners: wishes by request id.
+    """Second placements in the order of `holdings`. limits [N]: pages of each rank; owners: wishes by request id.
 
-    Homes and owners stay where there is one, unless an owner that had only a stripe so far would overflow. Other
-    requests are dealt out, the largest first, each to the rank that is the least full with it; a rank that can hold it
-    at its longest goes before one that cannot, then one with room for it now. Ties go to the lower rank and the earlier
-    request.
+    Requests keep their home or owner, except where a rank that held only a stripe of a request would overflow as its
+    owner. The other requests are dealt out, the largest first, each to the rank that is the least full with it; ranks
+    that can hold it at its greatest length come before those that cannot, then ranks with room for it now. Ties go to
+    the lower rank and the earlier request.
     """
     if kind is PlacementKind.REPLICATED:
         return [Placement(kind) for _ in holdings]

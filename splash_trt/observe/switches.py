@@ -1,4 +1,4 @@
-"""Counts layout switches from what rank 0 reports of them, each once, whatever is reported how often."""
+"""Counts layout switches from rank 0's reports: each switch once, however often it is reported."""
 
 from __future__ import annotations
 

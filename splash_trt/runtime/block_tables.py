@@ -1,6 +1,6 @@
-"""What a rank remembers between plans, per slot, on the host: every rank's block tables, and sampling parameters.
+"""What a rank remembers of each slot between plans, on the host: block tables and sampling parameters.
 
-Every rank's and not only its own: a rank reads context rows of the others' pages where it can (context_rounds.py).
+It keeps the block tables of every rank, since it may read context rows from other ranks' pages (context_rounds.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class BlockTables:
 
     @property
     def target_pages(self) -> np.ndarray:
-        """[slots, pages] of this rank, for where the cache will be after the switch under way."""
+        """[slots, pages] of this rank: where the cache will be after the switch under way."""
         return self._all_targets[self._rank]
 
     def apply(self, plan: Plan) -> bool:
-        """Take over the changes that a plan carries, before its rows are read. True: it begins a new epoch."""
+        """Take over a plan's changes, before its rows are read. True: the plan begins a new epoch."""
         begins = plan.epoch != self._epoch
         if begins:
             self.all_pages, self._all_targets = self._all_targets, self.all_pages
@@ -48,11 +48,11 @@ class BlockTables:
         return begins
 
     def own_changes(self, plan: Plan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Of this rank's block tables and of its target tables, once the plan is applied: (places [n] int64 in the
-        flat table, what they hold now [n] int32).
+        """What the plan changed in this rank's block tables and in its target tables, to be called after `apply`. For
+        each: (indices [n] int64 into the flattened table, the entries there now [n] int32).
 
-        A plan may change a place twice (a page that is new in a target table and moved by compaction): it comes twice
-        with the last value, since a device writes both in any order.
+        A plan may change an entry twice (a page that is new in a target table and also moved by compaction). Both times
+        it has the final value here, since a device may write the two in either order.
         """
         return self._own(plan.tables, self.pages), self._own(plan.target_tables, self.target_pages)
 

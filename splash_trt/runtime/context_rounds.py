@@ -1,7 +1,7 @@
-"""Expanded attention's walk over contexts: which rows of which requests are up-projected together, and where they lie.
+"""Cuts the contexts of expanded attention into rounds: context rows that are up-projected together, and where they lie.
 
-A round is at most context_block_tokens rows, of one request or several. Where a rank's tokens attend to rows of others'
-pages (CP, DOP), all ranks make the same rounds, since they meet before each.
+A round has at most context_block_tokens rows, of one request or several. Where tokens attend to rows on other ranks
+(CP, DOP), all ranks make the same rounds, since they have to meet before each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cut_into_rounds(ends: list[tuple[int, int]], block: int) -> list[list[tuple[
 
 
 def shared_rounds(layout: Layout, num_ranks: int) -> bool:
-    """Context rows lie on other ranks too."""
+    """Whether context rows lie on other ranks too."""
     return num_ranks > 1 and layout in (Layout.CP, Layout.DOP)
 
 
@@ -64,8 +64,8 @@ def expanded_rounds(
     query_position: np.ndarray,
     first_query: int,
 ) -> tuple[Round, ...]:
-    """Those of one rank. query_row, query_position [n]: row and position of its expanded tokens, rows ascending;
-    first_query: the first one's hidden state."""
+    """One rank's rounds. query_row, query_position [n]: row and position of its expanded tokens, rows ascending.
+    first_query: the index of the first one's hidden state."""
     rows = np.flatnonzero(~plan.absorbed)
     shared = shared_rounds(plan.layout, config.num_ranks)
     if plan.layout is Layout.DP:

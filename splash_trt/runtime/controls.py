@@ -1,11 +1,12 @@
-"""Sampling's controls beyond a row's numbers: what a rank keeps per slot for them, and what they do to logits.
+"""The controls of sampling that need state (grammars, min_tokens, logit_bias, penalties): what a rank keeps for each
+slot, and what they do to logits.
 
-The order is vLLM's (v1/sample/sampler.py and its bitmask before that): grammar, min_tokens, logit_bias, penalties. The
-masks come last here, which is the same: they are -inf, and nothing that follows them there brings an id back.
+The order is vLLM's (v1/sample/sampler.py and its bitmask before that): grammar, min_tokens, logit_bias, penalties. Here
+the masks (grammar, min_tokens) come last, with the same result: they set -inf, and nothing after them would undo that.
 
-State is kept for slots that use a control, and dropped when a plan no longer lists the slot. It is made of all tokens
-known when the slot was opened and those sampled since, which every rank knows; so neither a preemption nor another
-layout changes it, and ranks need not talk about it. V ids of this rank, W wanted rows.
+State is kept for slots that use a control, and dropped when a plan no longer lists the slot. It follows from the tokens
+that were known when the slot was opened and those sampled since, which every rank knows. So neither a preemption nor
+another layout changes it, and ranks need not exchange it. V ids of this rank, W wanted rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a rank's steps began and ended, by the clock of what runs them."""
+"""Measures a rank's steps, and the gaps between them, by the clock of the device that runs them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class Clock(Protocol):
-    """`begin` and `end` around each step, in the order in which they are enqueued."""
+    """Call `begin` and `end` around each step, as steps are enqueued."""
 
     def begin(self) -> None: ...
 
     def end(self) -> Callable[[], float]:
-        """What it returns waits for the step's end and gives its seconds."""
+        """Returns a function that waits for the step's end and gives the step's seconds."""
         ...
 
     def gap(self) -> torch.Tensor:
@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of a CPU, where everything has happened when a call returns."""
+    """For CPUs, where work is done when a call returns."""
 
     def __init__(self) -> None:
         self._begin = self._end = time.monotonic()
@@ -44,7 +44,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Of a GPU's stream. Times are taken by the GPU, so that the host need not wait to know them."""
+    """For a GPU's stream. The GPU takes the times itself, so the host need not wait for it."""
 
     def __init__(self, stamp: Callable[[torch.Tensor], None], device: torch.device) -> None:
         """stamp: writes the GPU's time in ns into a tensor [1] int64, in the stream's order."""

@@ -1,7 +1,7 @@
-"""One rank's execution of plans on a device: a plan is launched, and its result is taken when it is due.
+"""One rank's execution of plans on its device: a plan is launched, and its result is fetched later.
 
-Between the two the host goes on: the next plan is prepared while this one runs, and the ids that a step samples stay on
-the device on their way to the next. Everything is enqueued on one stream, in the order of the plans.
+In between the host goes on: it prepares the next plan while this one runs. The token ids that a step samples are input
+of the next step, so they stay on the device. All work is enqueued on one stream, in the order of the plans.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from splash_trt.weights.store import WeightStore
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a runner is made of besides the model, where CPUs and GPUs have each their own."""
+    """What a runner is made of besides the model: CPUs and GPUs have their own of each."""
 
     arena: Arena
     kernels: Kernels
@@ -56,13 +56,13 @@ class Parts:
     peers: Peers
     clock: Clock
     decode_sizes: Sequence[int]
-    """What steps that only decode are padded to (shapes.py)."""
+    """The sizes that steps which only decode are padded to (shapes.py); empty: no step is padded."""
     capture: bool
-    """Whether they are replayed as graphs (graphs.py)."""
+    """Whether padded steps are captured as CUDA graphs and replayed (graphs.py)."""
     mover: PeerMover | None = None
-    """Of ranks that can write into each other's memory; None: rows and weights move by collectives."""
+    """For ranks that can write into each other's memory; None: rows and weights move by collectives (mover.py)."""
     program: Callable[..., Program] = Program
-    """What makes a program, from Program's arguments."""
+    """Makes the program of a layout; takes Program's arguments."""
 
 
 class DeviceRunner:
@@ -115,13 +115,13 @@ class DeviceRunner:
         self._controls = Controls(Share(first, end - first), slots, model.eos_token_ids, self._compiler, self._device)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """ValueError if it does not compile, or this deployment can follow none."""
+        """ValueError if the grammar does not compile, or if this deployment cannot constrain output by grammars."""
         if isinstance(self._compiler, str):
             raise ValueError(self._compiler)
         self._compiler.check(grammar)
 
     def warm_up(self) -> None:
-        """Compiles and captures what decoding needs; on all ranks together."""
+        """Compiles kernels and captures graphs before requests need them. To be called on all ranks together."""
         with torch.inference_mode():
             self._forward.warm_up()
 
@@ -130,8 +130,8 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], StepResult]:
-        """One step, enqueued. What a switch moves travels before and after the model. Call what it returns for the
-        result: it waits for the device."""
+        """Enqueues one step: the model, and before and after it what a switch copies. Returns a function that waits for
+        the device and gives the result."""
         self._clock.begin()
         new_epoch = self._take_over(plan)
         errors = [self._mover.before(plan)]
@@ -142,13 +142,13 @@ class DeviceRunner:
         return _Handle(plan, {name: _to_host(x) for name, x in found.items()}, faults, self._clock.end())
 
     def _take_over(self, plan: Plan) -> bool:
-        """What the plan says of tables, controls and weights. True: it begins a new epoch."""
+        """Takes over the plan's changes of block tables, controls and the epoch. True: the plan begins a new epoch."""
         new_epoch = self._tables.apply(plan)
         self._controls.apply(plan)
         residency = SPECS[plan.layout].residency
         if new_epoch:
             self.weights.residency = residency
-            # Not swapped: graphs know the address of the first.
+            # Copied, not swapped: captured graphs read the tables at this address.
             self._state.tables.copy_(self._target_tables)
         if plan.num_tokens and residency is Residency.FULL and self._peers.size > 1:
             assert self.weights.residency is Residency.FULL, f"{plan.layout.name} without weights"
@@ -159,7 +159,7 @@ class DeviceRunner:
         return new_epoch
 
     def _compute(self, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-        """What StepResult says of the wanted rows, on the device; and its errors."""
+        """Runs the model and samples. Returns StepResult's fields of the wanted rows, on the device, and its errors."""
         row = plan.want_row
         slot = plan.slot[row]
         position = plan.position[plan.want_index] + 1
@@ -192,16 +192,16 @@ class DeviceRunner:
         return found
 
     def _statuses(self, error: str) -> torch.Tensor:
-        """[N, 1, numbers] float64: every rank's gap before this step in ns, and its error's text as bytes.
+        """[N, 1, numbers] float64: every rank's gap before this step in ns, then its error's text as bytes.
 
-        A switch's steps should not be longer for it, so that nothing is uploaded where there is no error.
+        Nothing is uploaded where there is no error, so that statuses lengthen a switch's steps as little as possible.
         """
         status = self._status
         if error:
             text = error.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
             status = torch.cat([status[:1], *self._upload.plain(np.frombuffer(text, np.float64))])
         status[:1].copy_(self._clock.gap())
-        # The step may have been a replayed graph, of whose meetings nothing is known here.
+        # The step may have been a replayed graph, whose use of the peers' buffers is not known on the host.
         self._peers.begin()
         return self._peers.gather_small(status[None])
 
@@ -210,7 +210,7 @@ _STATUS_BYTES = 256
 
 
 class _Handle:
-    """Waits for a launched step and makes its result."""
+    """A launched step; calling it waits for the step and gives its result."""
 
     def __init__(
         self, plan: Plan, found: dict[str, torch.Tensor], errors: dict[int, str], seconds: Callable[[], float]
@@ -241,7 +241,7 @@ class _Handle:
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy that is there when the step has ended."""
+    """A copy in host memory that is complete when the step has ended."""
     if x.device.type == "cpu":
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -273,6 +273,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _fixed_bytes(config: EngineConfig, largest: int) -> int:
-    """Of the arrays of the largest padded step: some 30 numbers for each row, and of context rows their places."""
+    """An upper bound on the bytes of the largest padded step's arrays: some 30 numbers for each row, and where each
+    context row lies."""
     rows = config.num_ranks * max(largest, config.max_batch_tokens)
     return 256 * rows + 16 * config.context_block + (1 << 16)

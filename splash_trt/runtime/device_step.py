@@ -1,4 +1,4 @@
-"""What a step's program works on, on the device: the step's arrays, and memory of the rank's that never moves."""
+"""What a step's program works on: the step's arrays on the device, and the rank's memory, whose addresses are fixed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeviceStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What a program works on besides a step's arrays; addresses never change."""
+    """A rank's memory that programs read and write besides a step's arrays; its addresses never change."""
 
     weights: WeightStore
     storage: PageStorage

@@ -1,6 +1,7 @@
-"""Tokens of steps whose rows are all greedy or plainly drawn: what sampler.py chooses, in a few kernels.
+"""Samples steps whose rows are all greedy or sampled by temperature alone: the same tokens as sampler.py's, in a few
+kernels.
 
-W wanted rows, V ids of this rank. Nothing makes the host wait and shapes are all that decides, so a graph can hold it.
+W wanted rows, V ids of this rank. The host never waits, and what runs depends on shapes only, so a graph can hold it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a step's program: as a replayed CUDA graph where the step has a shape that comes again, else call by call, which
+"""Runs a step's program: as a replayed CUDA graph where the step's shape comes again, else kernel by kernel, which
 takes the host longer than all but the largest steps take the GPU.
 
 A graph is captured per shape (shapes.py) and stays valid for good: what it reads and writes (weights, pages, block
@@ -28,9 +28,9 @@ class Forwarded:
     """What a step's forward pass gave, on the device; padding follows the W wanted rows."""
 
     logits: torch.Tensor
-    """[W + padding, V_r]. Of a graph: until the next one is replayed."""
+    """[W + padding, V_r]; a replayed graph's are valid until the next replay."""
     tokens: torch.Tensor | None
-    """[W + padding] int64, if they were to be chosen plainly."""
+    """[W + padding] int64, if they were chosen here (plain sampling); else None."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class _Captured:
 
 
 class Forward:
-    """capture: padded steps are captured, the likely ones before they are wanted (`warm_up`), others when they come for
-    the second time. All ranks see the same steps, so they do it together."""
+    """Captures graphs of padded steps: of likely shapes in advance (`warm_up`), of others when a shape comes for the
+    second time. All ranks see the same steps, so they capture together."""
 
     def __init__(
         self,
@@ -66,26 +66,26 @@ class Forward:
         self._pool: Any = None
 
     def __call__(self, plan: Plan, plain: bool) -> Forwarded:
-        """plain: every wanted token is to be chosen, by temperature alone."""
+        """plain: all wanted tokens are sampled by temperature alone (see is_plain), so they can be chosen here."""
         host = self._builder.build(plan)
         shape = host.shape
         if self._logits is None or not host.padded:
             return self._run(self._upload(host, fixed=False), plain, None)
         if shape not in self._graphs and shape not in self._met:
-            # What does not come again is not worth a graph.
+            # A shape that comes only once is not worth a graph.
             self._met.add(shape)
             return self._run(self._upload(host, fixed=False), plain, None)
         step = self._upload(host, fixed=True)
         captured = self._graphs.get(shape) or self._captured(step)
         captured.graph.replay()
-        # One graph for both: where tokens are not plain, those that it chose are replaced.
+        # The graph always chooses tokens; where sampling is not plain, its choice is ignored and replaced.
         return captured.out if plain else replace(captured.out, tokens=None)
 
     def warm_up(self) -> None:
         """Captures the likely shapes before a request waits for them."""
         for layout in self._programs if self._logits is not None else ():
             for shape in self._shapes.before(layout):
-                # Of nothing but padding: it is captured, and not run.
+                # A step of padding only: it is captured and not run.
                 self._captured(self._upload(self._builder.padding(shape), fixed=True))
 
     def close(self) -> None:

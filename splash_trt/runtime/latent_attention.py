@@ -1,4 +1,8 @@
-"""Latent attention as part of a step's program: from normed hidden states to the output projection's partial sum.
+"""Latent attention (MLA) as part of a step's program: from normed hidden states to this rank's part of the output
+projection's sum.
+
+Tokens attend in one of two ways. Absorbed (decode): the query is multiplied by W_UK, and attends to the latent rows in
+the cache. Expanded (prefill): keys and values are computed from the latent rows, one block of context at a time.
 
 T_r tokens of this rank, A absorbed ones (they come first), E = T_r - A expanded, H heads resident here, L latent, R
 rope part, W = L + R, Q query latent. Head-cut products run once per block of heads: own, and under FULL the others'.
@@ -45,7 +49,7 @@ class LatentAttention:
     def values(
         self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: DeviceStep
     ) -> torch.Tensor:
-        """x [T_r, D] normed; attention's result for the heads here, [T_r, H, v]."""
+        """x [T_r, D] is normed. Returns attention's result for the heads on this rank, [T_r, H, v]."""
         model, a, num_absorbed = self._model, step.arrays, step.shape.absorbed
         q, rows = self._queries(layer, x, cos, sin, a)
         pages = self._state.storage.layer(layer)
@@ -64,19 +68,20 @@ class LatentAttention:
             latents = self._EXCHANGED[self._layout](self, absorbed, pages, step)
             self._value_up(layer, latents, values[:num_absorbed])
         if step.rounds:
-            # All rows: where absorbed ones are padded, expanded ones are among them, and overwrite their padding.
+            # All rows are rotated, not only those after A: A may include padding, and expanded rows may begin in it.
             self._rotate(q, cos, sin)
             self._expanded(layer, q, pages, step, values)
         return values
 
     def _meets(self, step: DeviceStep) -> bool:
-        """Some rank has absorbed tokens; all know."""
+        """Whether ranks exchange queries in this step: some rank has absorbed tokens. The same on all ranks."""
         return any(step.absorbed_counts) or step.shape.absorbed > 0
 
     def _queries(
         self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, a: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T_r, H, nope + R], not rotated yet, and the tokens' cache rows [T_r, W], stored where they belong."""
+        """Returns q [T_r, H, nope + R], not rotated yet, and the tokens' cache rows [T_r, W], which are also written to
+        the cache."""
         model, own, p = self._model, self._own, f"layers.{layer}."
         query = model.q_lora_rank or 0
         qkv = self._project_in(layer, x)
@@ -153,7 +158,7 @@ class LatentAttention:
             first += len(w_uv)
 
     def _reads(self, step: DeviceStep) -> tuple[Any, ...]:
-        """What decoding is told of the contexts: from the block tables to the scale of scores."""
+        """The arguments of the decode kernels that say where contexts lie: from block tables to the scale of scores."""
         a = step.arrays
         stride = self._peers.size if self._layout is Layout.CP else 1
         index = (self._state.tables, a["read_slot"], a["read_first"], a["read_length"])
@@ -161,7 +166,8 @@ class LatentAttention:
         return *index, parts, stride, self._model.kv_lora_rank, self._model.softmax_scale
 
     def _at_owner(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        """DOP: every rank has all tokens but only its heads; owners have the rows and attend with all heads."""
+        """DOP: every rank has all tokens, but only its own heads' queries. They go to the owner of the context, which
+        attends with all heads, and results go back to the heads' ranks."""
         a = step.arrays
         q = self._peers.to_owners(absorbed, a["owned"], self._heads)
         out = self._peers.buffer((*q.shape[:2], self._model.kv_lora_rank), self._dtype)
@@ -169,7 +175,7 @@ class LatentAttention:
         return self._peers.to_heads(out, a["owner"], a["owner_place"], self._heads)
 
     def _by_stripes(self, absorbed: torch.Tensor, pages: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        """CP: each rank attends to its stripe of the context for the queries of all; the home rank merges."""
+        """CP: every rank has all queries and attends to its stripe of the context; home ranks merge the results."""
         a, heads = step.arrays, self._num_heads
         offsets, counts = a["absorbed_offsets"], step.absorbed_counts
         packed = self._peers.gather_rows(absorbed, counts, offsets, step.shape.reads)
@@ -183,7 +189,7 @@ class LatentAttention:
     _EXCHANGED = {Layout.DOP: _at_owner, Layout.CP: _by_stripes}
 
     def _expanded(self, layer: int, q: torch.Tensor, pages: torch.Tensor, step: DeviceStep, out: torch.Tensor) -> None:
-        """q [T_r, H, nope + R] rotated, against up-projected context, into the expanded rows of out [T_r, H, v]."""
+        """Expanded attention of q [T_r, H, nope + R], rotated, into the expanded tokens' rows of out [T_r, H, v]."""
         model, position = self._model, step.arrays["position"]
         merges = len(step.rounds) > 1
         wide = torch.promote_types(self._dtype, torch.float32)
@@ -216,8 +222,8 @@ class LatentAttention:
             out[step.shape.absorbed :] = sums[step.shape.absorbed :]
 
     def _expand(self, layer: int, latents: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """latents [C, L] to, per block of heads, (first head, k_nope [C, h, nope], v [C, h, v]) in the workspace: dead
-        at the next call."""
+        """Keys and values of latents [C, L]: for each block of heads (first head, k_nope [C, h, nope], v [C, h, v]).
+        They lie in the workspace and are overwritten by the next call."""
         out, first, used = [], 0, 0
         for block in self._blocks:
             pair = []
@@ -233,8 +239,8 @@ class LatentAttention:
         return out
 
     def project_out(self, layer: int, values: torch.Tensor, out: torch.Tensor, defer: bool) -> PartSum | None:
-        """values [T_r, H, v] through the output projection into out [T_r, D]; or what is left to sum, if it may `defer`
-        that and has reason to."""
+        """values [T_r, H, v] through the output projection into out [T_r, D]. With `defer`, the kernel may instead
+        return the result in parts that the peers' sum_rows adds up; else returns None."""
         if defer:
             own = self._own[f"layers.{layer}.o"].flatten(0, 1)
             left = self._k.linear_parts(values.flatten(1), own.t())
@@ -253,7 +259,7 @@ class LatentAttention:
 
 
 def _stacked(own: dict[str, torch.Tensor], prefix: str) -> torch.Tensor | None:
-    """q_a and kv_a as one matrix [Q + W, D], where they lie one right after the other; a view."""
+    """A view of q_a and kv_a as one matrix [Q + W, D]; None if they do not lie one right after the other."""
     kv_a, q_a = own[prefix + "kv_a"], own.get(prefix + "q_a")
     if q_a is None:
         return kv_a

@@ -1,9 +1,9 @@
-"""How a rank's mailbox is divided: what the other ranks read of it, or write to it.
+"""The layout of a rank's mailbox: the memory that other ranks read from, and write to, inside a step.
 
     [ flags | tokens of half 0, half 1 | slots of half 0: N | slots of half 1: N | half 0 | half 1 ]
 
-Flags are how ranks meet (plugins/peer_rows/kernel.py), tokens and slots what few rows are pushed to (push_kernel.py),
-and the halves hold what is read, in turn (runtime/peers_cuda.py says why two are enough).
+Ranks meet by the flags (plugins/peer_rows/kernel.py). Few rows are pushed into tokens and slots (push_kernel.py). The
+two halves hold, in turn, what other ranks read (peers_cuda.py says why two are enough).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ SLOTS_BYTES = 2 * kernel.MAX_RANKS * SLOT_BYTES
 SLOTS_AT = kernel.FLAG_BYTES + 2 * ALIGNMENT
 HALVES_AT = SLOTS_AT + SLOTS_BYTES
 _WANTED_BYTES = 16
-"""Of a wanted position among a few numbers for each: a score and an id (fast_sampler.py)."""
+"""What a rank tells the others of a wanted position: a score and an id (fast_sampler.py)."""
 _MOST_ADDED = 256
-"""Wanted positions of a padded step beyond its rows: one for each request that may end its prompt (shapes.py)."""
+"""How many more wanted positions than rows a padded step has: one for each request that may end its prompt in it
+(shapes.py)."""
 
 
 def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -> int:
-    """What a half has to hold. stacked: most rows of a step over all ranks, padding included; absorbed: most rows among
-    them that attend absorbed."""
+    """The bytes that a half has to hold. stacked: the most rows of a step over all ranks, padding included; absorbed:
+    the most of them that attend absorbed."""
     heads, width, latent = model.num_heads, model.row_width, model.kv_lora_rank
     wide = max(itemsize, 4)
     queries = absorbed * (heads + 1) * width * itemsize
@@ -41,20 +42,22 @@ def half_bytes(model: ModelConfig, itemsize: int, stacked: int, absorbed: int) -
 
 
 def mailbox_bytes(half: int) -> int:
-    """Of a mailbox whose halves hold `half` bytes each."""
+    """The size of a mailbox whose halves hold `half` bytes each."""
     return HALVES_AT + 2 * _aligned(half)
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A range of memory that every rank has. `bytes`: this rank's, uint8; `addresses` [N]: where it sees each."""
+    """A range of memory that every rank has and maps into all others. `bytes`: this rank's own range, uint8;
+    `addresses` [N]: where this rank sees each rank's range."""
 
     bytes: torch.Tensor
     addresses: Sequence[int]
 
 
 class Mailbox:
-    """The halves of this rank's mailbox: one of them is the current one. Places are bytes from the mailbox's begin."""
+    """Gives out the memory of this rank's mailbox; one of its halves is the current one. Places are in bytes from the
+    mailbox's beginning."""
 
     def __init__(self, memory: torch.Tensor, half: int) -> None:
         assert memory.dtype is torch.uint8 and memory.numel() >= mailbox_bytes(half), (memory.shape, half)

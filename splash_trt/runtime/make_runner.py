@@ -1,4 +1,4 @@
-"""The runner of a rank, by what it runs on."""
+"""Makes a rank's runner, for a CPU or for a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splash_trt.weights.source import WeightSource
 def make_runner(
     world: World, model: ModelConfig, config: EngineConfig, source: WeightSource, tokenizer: Path | None
 ) -> DeviceRunner:
-    """On all ranks together."""
+    """To be called on all ranks together."""
     if world.device.type == "cpu":
         return cpu_runner(world, model, config, source, tokenizer)
     from splash_trt.runtime.gpu_runner import gpu_runner  # triton and CUDA are there on GPUs only

@@ -1,5 +1,5 @@
-"""What ranks pass to one another inside a step, as operations on rows: sums with the norm that follows, gathers, DOP's
-exchange, CP's merge, and rows of anyone's cache pages.
+"""What ranks exchange inside a step, as operations on rows: sums over ranks with the norm that follows, gathers, DOP's
+exchange of queries and results, CP's merge of partial results, and reads of other ranks' cache pages.
 
 T_r rows on this rank, T on all, D hidden, W row width (or wanted rows where a parameter says [W]), H heads, h_r of
 rank r, L latent, N ranks. Where rows are spread over ranks, the caller gives both `counts` (on the host: rows of each
@@ -7,9 +7,9 @@ rank) and `offsets` [N + 1] int32 (on the device: where each rank's rows begin i
 neither where every rank has all rows. Tensors may be longer than the counts say: rows past them are padding, which is
 read or written by nobody and undefined in results.
 
-Every rank makes the same calls in the same order. What others are to read lies in memory that `buffer` gave and goes
-into the next call that meets the others; sums are taken in float32 or wider and in rank order, so that all ranks get
-the same bits.
+Every rank makes the same calls in the same order. What others are to read must lie in memory that `buffer` gave, and
+must be passed to the next call that exchanges data. Sums are taken in float32 or wider and in rank order, so that all
+ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from splash_plugins.lse_merge.reference import lse_merge
 from splash_trt.dist.collectives import Collectives
 
 Unsummed = PairSum | PartSum
-"""Rows that sum_rows is to sum on this rank too."""
+"""Rows in parts that sum_rows adds up on this rank before it adds up the ranks."""
 
 
 class Peers(Protocol):
@@ -36,16 +36,16 @@ class Peers(Protocol):
     size: int
 
     def begin(self) -> None:
-        """By all ranks, at the begin of a step and of what follows one outside its program: any operation may follow,
-        whichever came last. A captured program's are unknown to whoever replays it."""
+        """All ranks call it at the beginning of a step, and before exchanges after the step's program. Any operation
+        may come next, whichever came last: after a replayed graph the host does not know which came last."""
         ...
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Contiguous memory that the others can read, for the next call that meets them, and dead after it."""
+        """Contiguous memory that the other ranks can read, for the next call that exchanges data; invalid after it."""
         ...
 
     def takes_unsummed(self, partial: torch.Tensor) -> bool:
-        """Whether sum_rows takes rows like partial [T, D] also before they are summed. The same on all ranks."""
+        """Whether sum_rows also takes rows like partial [T, D] in parts (Unsummed). The same on all ranks."""
         ...
 
     def sum_rows(
@@ -58,7 +58,7 @@ class Peers(Protocol):
         eps: float,
     ) -> torch.Tensor | None:
         """Adds the sum over ranks of partial [T, D] to hidden in place: rounded after the sum and again after the
-        addition. partial is a buffer, or where takes_unsummed says so left to sum, on some ranks or on all.
+        addition. partial is a buffer, or, where takes_unsummed says so, parts of rows (on some ranks or on all).
 
         hidden [T_r, D] is this rank's part of the stacked rows, or all rows where counts and offsets are None. Returns
         rms_norm(hidden) * weight [D], in new memory, or None if weight is None.

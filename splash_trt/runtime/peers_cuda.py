@@ -1,26 +1,27 @@
-"""`Peers` over memory mapped into every rank of a host: one kernel an operation, which meets the other ranks and reads
-what they have to give where it lies. NCCL is not involved, and neither is NVLink's multicast.
+"""`Peers` over memory that is mapped into every rank of a host. Each operation is one kernel, which meets the other
+ranks' kernels and then reads their data straight from their memory, without NCCL or NVLink multicast.
 
-Each rank has a mailbox (mailbox.py) with flags (plugins/peer_rows/kernel.py says how ranks meet), slots for few rows,
-which are pushed there instead of read (push_kernel.py says why and how), and two halves.
+To meet means to wait until all ranks' kernels have come to the same point (plugins/peer_rows/kernel.py says how). Each
+rank has a mailbox (mailbox.py) with flags for meeting, slots to which few rows are pushed instead of being read
+(push_kernel.py says why and how), and two halves for buffers.
 
-`buffer` gives memory of the current half, one piece after another; every operation meets the others once, then reads
-the current half of all mailboxes, and makes the other half the current one. Why two halves and one meeting an operation
-are enough: operations k and k + 2 share a half. A rank writes for k + 2 when its own k + 1 is done, so it has met all
-ranks in k + 1. They came there after their k was done (kernels of a stream run one after another), and with that their
-reading of this half. Nothing that is read in an operation is written in it, but by `sum_rows` for large messages of
-more than two ranks: there each rank sums a slice in place, which in that kernel nobody else reads, and a second kernel
+`buffer` gives memory of the current half, one piece after another. Every operation meets the others once, reads the
+current half of all mailboxes, and then makes the other half the current one. Two halves and one meeting an operation
+are enough: operations k and k + 2 use the same half. A rank writes to it for k + 2 only after its own k + 1 is done, in
+which it met all ranks. Each of them came to that meeting after its own k was done (kernels of a stream run one after
+another), and so had read this half. No operation writes what it also reads, except `sum_rows` for large messages of
+more than two ranks: there each rank sums a slice in place, which nobody else reads in that kernel, and a second kernel
 with a meeting of its own gathers the slices.
 
-`begin` makes half 0 the current one. A step may have ended in either half, so its kernel meets the others: then all
-have done all operations of the step before, and both halves are free. A captured step, which begins with it, can so
-follow any other, captured or not. What follows a replayed one outside its graph begins with it too: replaying turns no
-half on the host.
+`begin` makes half 0 the current one. As a step may have ended in either half, `begin` has a meeting too: after it all
+ranks have done all operations of the step before, and both halves are free. So a captured step, which begins with it,
+can follow any other step, captured or not. Operations that follow a replayed graph begin with it as well, since a
+replay does not change the current half on the host.
 
-A rank that hangs leaves the others' kernels waiting on the device. Their hosts then wait for the step's end, which the
-watchdog bounds (dist/watchdog.py); it ends the processes, and with them the kernels.
+If a rank hangs, the others' kernels wait on their devices for ever, and their hosts wait for the end of the step. The
+watchdog (dist/watchdog.py) bounds that wait: it ends the processes, and with them the kernels.
 
-Kernels are compiled at their first launch, in which the others wait. Grids depend only on what all ranks share.
+Kernels are compiled at their first launch, while the others wait. Grids depend only on what all ranks have in common.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PUSH_BYTES = 256 << 10
-"""Up to where rows are pushed: then a message's own time, some 0.7 us over NVLink, is below that of its ways."""
+"""Messages up to this size are pushed (push_kernel.py): their own time, at most 0.7 us over NVLink, is less than the
+latency that pushing saves."""
 TWO_SHOT_BYTES = 256 << 10
-"""From where on more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink: about a meeting."""
+"""From this size on, more than two ranks sum in slices. Half a megabyte takes 1.2 us over NVLink, about as long as the
+additional meeting."""
 
 
 def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
@@ -57,7 +60,7 @@ def reachable(comm: MPI.Intracomm, device: torch.device) -> bool:
         return False
     devices = np.zeros(comm.Get_size(), np.int64)
     comm.Allgather(np.array([device.index], np.int64), devices)
-    # Ranks that share a GPU meet too, when their turns come: a GPU takes its time from a process whose kernels wait.
+    # Ranks that share a GPU can meet too: the GPU gives its processes turns, also while their kernels wait.
     others = [int(index) for index in devices if index != device.index]
     mine = all(torch.cuda.can_device_access_peer(device, other) for other in others)
     answers = np.zeros(comm.Get_size(), np.bool_)
@@ -83,11 +86,12 @@ def connect(
 
 
 class CudaPeers:
-    """`Peers` on one host. All ranks construct it alike; kernels run on the current stream, the same throughout.
+    """`Peers` on one host. All ranks construct it with the same sizes; kernels run on the current stream, which must
+    always be the same one.
 
-    mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: what holds the cache
-    pages, which begin `pages_offsets` [N] bytes into each rank's. num_blocks: of the largest grid. push_bytes: up to
-    this size of all rows (at most mailbox.SLOT_BYTES), sums and gathers push them.
+    mailbox: at least mailbox_bytes(half), zeroed before any rank uses it. arena: the memory with the cache pages, which
+    begin `pages_offsets` [N] bytes into each rank's. num_blocks: the most blocks of a grid. push_bytes: sums and
+    gathers push rows of up to this size all together (at most mailbox.SLOT_BYTES).
     """
 
     def __init__(
@@ -134,7 +138,8 @@ class CudaPeers:
         return self._mailbox.buffer(shape, dtype)
 
     def takes_unsummed(self, partial: torch.Tensor) -> bool:
-        # What pushes rows sums a token's experts and a product's parts as well, in float32: that saves a launch.
+        # The kernels that push rows can also add up a token's experts or a product's parts, in float32, which saves a
+        # launch.
         return partial.itemsize <= 4 and self._pushes.fits(partial, len(partial))
 
     def sum_rows(
@@ -321,7 +326,8 @@ class CudaPeers:
         blocks: int | None = None,
         widest: int | None = None,
     ) -> None:
-        """widest: any rank's width, where they differ; blocks: where len(index) does. The grid has to be the same."""
+        """All ranks must have the same grid. widest: the largest width, where ranks' widths differ. blocks: the grid,
+        where ranks differ in len(index)."""
         widest = width if widest is None else widest
         block = _block(widest, out.itemsize)
         grid = self._grid(len(index) * -(-widest // block), 1) if blocks is None else (blocks,)

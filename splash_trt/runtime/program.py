@@ -1,7 +1,8 @@
-"""One step of the model as a fixed sequence of kernels: from ids to the logits of wanted positions.
+"""The model's forward pass for one step, as a fixed sequence of kernels: from token ids to the logits of wanted
+positions.
 
-Nothing here looks at the contents of a device tensor, so a step whose sizes are padded to a bucket can be captured in a
-CUDA graph and replayed (graphs.py). Which kernels run is the `Kernels` table's affair, how ranks meet that of `Peers`:
+Nothing here looks at the contents of a device tensor, so a step that is padded to one of a few sizes can be captured in
+a CUDA graph and replayed (graphs.py). Which kernels run is up to `Kernels`, and how ranks exchange data up to `Peers`:
 with plain torch kernels and collectives the same sequence runs anywhere, in any dtype, which is how it is tested.
 
 T_r tokens whose hidden state is on this rank, T of all ranks stacked, A absorbed ones (they come first), E = T_r - A
@@ -18,16 +19,16 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.dist.board import Watch
 from splash_trt.layout.spec import SPECS, Residency, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
-from splash_trt.runtime.beside import Beside
 from splash_trt.runtime.device_step import DeviceStep, RankState
 from splash_trt.runtime.latent_attention import LatentAttention
 from splash_trt.runtime.peers import Peers, Unsummed
+from splash_trt.runtime.side_stream import SideStream
 from splash_trt.weights.shards import first_expert
 from splash_trt.weights.spec import partition
 
 URGENT_ROWS = 16
-"""Up to so many, the shared expert's programs go before those of the routed ones, which take all room for longer. As
-measured in whole steps on an H200: with more rows, what they keep from starting costs more."""
+"""Up to so many rows, the shared expert's kernels get a higher priority than the routed experts', which would otherwise
+occupy the whole GPU first. With more rows that costs more than it saves, as whole steps on an H200 showed."""
 
 
 class Program:
@@ -61,11 +62,11 @@ class Program:
         self._frequencies = ops.rope_frequencies(model.rope, model.qk_rope_head_dim).to(device)
         self._dtype = state.storage.pages.dtype
         self._eps = model.norm_eps
-        self._beside = Beside(device)
+        self._side_stream = SideStream(device)
 
     def __call__(self, step: DeviceStep, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """[W, V_r] logits of this rank's part of the vocabulary, in the model's dtype; at the begin of `logits` (flat)
-        if it is given."""
+        """[W, V_r]: logits of the wanted positions for this rank's part of the vocabulary, in the model's dtype; at
+        the beginning of `logits` (flat) if that is given."""
         own, a = self._own, step.arrays
         self._peers.begin()
         rows, hidden_size = step.shape.rows, self._model.hidden_size
@@ -85,12 +86,10 @@ class Program:
             x = self._sum(added, step, hidden, norm)
         return self._head(hidden, step, logits)
 
-    # Meetings of the ranks
-
     def _sum(
         self, partial: torch.Tensor | Unsummed, step: DeviceStep, hidden: torch.Tensor, norm: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Add what all ranks have of `partial` [T, D] to hidden [T_r, D]; the next norm of it, [T_r, D]."""
+        """Add the sum over ranks of `partial` [T, D] to hidden [T_r, D]; returns the next norm of hidden, [T_r, D]."""
         counts, offsets = (step.counts, step.arrays["offsets"]) if self._spread else (None, None)
         return self._peers.sum_rows(partial, counts, offsets, hidden, norm, self._eps)
 
@@ -110,11 +109,11 @@ class Program:
         sin: torch.Tensor,
         step: DeviceStep,
     ) -> torch.Tensor:
-        """x [T_r, D] normed; adds attention's output to hidden and returns the norm before the MLP: [T_r, D], or [T, D]
-        of all ranks' tokens where they are spread."""
+        """x [T_r, D] is normed. Adds attention's output to hidden and returns the norm that the MLP reads: [T_r, D], or
+        [T, D] of all ranks' tokens where tokens are spread over ranks."""
         own, p = self._own, f"layers.{layer}."
         values = self._attend.values(layer, x, cos, sin, step)
-        # Only now: a buffer has to go into the next meeting, and attention has meetings of its own.
+        # Not before: a buffer must be used in the next exchange between ranks, and attention has exchanges of its own.
         shape = (len(x), self._model.hidden_size)
         partial = self._peers.buffer(shape, self._dtype) if self._summed else x.new_empty(shape)
         left = self._attend.project_out(layer, values, partial, self._summed and self._peers.takes_unsummed(partial))
@@ -132,7 +131,7 @@ class Program:
         return self._peers.gather_rows(x, step.counts, step.arrays["offsets"], step.shape.stacked)
 
     def _ids(self, a: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[T] int64: the tokens' ids; anything where a row is padding."""
+        """[T] int64: the tokens' ids, where LAST_SAMPLED is replaced; arbitrary in padding."""
         sampled = self._state.last_sampled[a["id_slot"].clamp(min=0).long()]
         return torch.where(a["ids"] >= 0, a["ids"].long(), sampled)
 
@@ -148,10 +147,10 @@ class Program:
     def _mlp(
         self, layer: int, x: torch.Tensor, step: DeviceStep, simulated: torch.Tensor | None
     ) -> torch.Tensor | Unsummed:
-        """x [T, D] normed; this rank's part of what is added to the residual, [T, D], where peers can read it or as
-        they can sum it.
+        """x [T, D] is normed. Returns this rank's part of what is to be added to the residual: [T, D] in a buffer that
+        peers can read, or parts that `sum_rows` adds up.
 
-        simulated [T, k]: experts in place of the router's, with the router's weights.
+        simulated [T, k]: experts that replace the router's choice; the router's weights are kept.
         """
         own, p = self._own, f"layers.{layer}."
         out = self._peers.buffer((len(x), self._model.hidden_size), self._dtype)
@@ -161,7 +160,7 @@ class Program:
         assert config is not None
         shared = None
         if config.shared_intermediate_size:
-            with self._beside.run(urgent=len(x) <= URGENT_ROWS):
+            with self._side_stream.run(urgent=len(x) <= URGENT_ROWS):
                 shared = self._gated(x, own[p + "shared.gate_up"], own[p + "shared.down"], torch.empty_like(out))
         choice = torch.empty((len(x), config.top_k), dtype=torch.int32, device=x.device)
         weight = torch.empty(choice.shape, dtype=torch.promote_types(self._dtype, torch.float32), device=x.device)
@@ -171,7 +170,7 @@ class Program:
         if simulated is not None:
             choice = simulated
         gate_up, down = own[p + "experts.gate_up"], own[p + "experts.down"]
-        ready = self._beside.join if shared is not None else None
+        ready = self._side_stream.join if shared is not None else None
         here = (x, choice, weight, gate_up, down, self._first_expert, shared, out)
         left = self._k.grouped_experts(*here, ready=ready, defer=self._peers.takes_unsummed(out))
         return out if left is None else left
@@ -182,7 +181,7 @@ class Program:
         return out
 
     def _wanted(self, hidden: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        """[W, D] of hidden [T_r, D]: the rows whose logits are wanted, on all ranks."""
+        """[W, D]: the rows of hidden [T_r, D] whose logits are wanted, of all ranks, on every rank."""
         a = step.arrays
         if not self._spread:
             return hidden.index_select(0, a["want_row"])

@@ -1,4 +1,4 @@
-"""The operations on few rows that push them into the other ranks' mailboxes (plugins/peer_rows/push_kernel.py)."""
+"""Sums and gathers of few rows, which ranks push into each other's mailboxes (plugins/peer_rows/push_kernel.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTEGERS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 class Pushes:
-    """Launches them; each counts as one that meets the others. bases [N] int64: where this rank sees each mailbox."""
+    """Launches the kernels; in each of them the ranks meet. bases [N] int64: where this rank sees each mailbox."""
 
     def __init__(self, rank: int, bases: torch.Tensor, mailbox: Mailbox, num_blocks: int, limit_bytes: int) -> None:
         assert 0 <= limit_bytes <= SLOT_BYTES, limit_bytes
@@ -30,7 +30,8 @@ class Pushes:
         self._limit = limit_bytes
 
     def fits(self, x: torch.Tensor, rows: int) -> bool:
-        """Whether `rows` rows like x's are few enough. rows: the same on all ranks, as the answer has to be."""
+        """Whether `rows` rows like x's are few enough to push. rows must be the same on all ranks, so that the answer
+        is."""
         num_bytes = rows * math.prod(x.shape[1:]) * x.itemsize
         return self._size > 1 and x.is_floating_point() and 0 < num_bytes <= self._limit
 
@@ -104,7 +105,7 @@ class Pushes:
 
 
 def _sums(partial: torch.Tensor | Unsummed) -> tuple[tuple[torch.Tensor | int | None, ...], int]:
-    """From `partial` to `num_experts` of the kernels that sum, and TOP_K."""
+    """The sum kernels' arguments from `partial` to `num_experts`, and TOP_K."""
     if isinstance(partial, torch.Tensor):
         return (partial, None, None, None, None, 0, 0, 0), 0
     if isinstance(partial, PartSum):

@@ -1,6 +1,6 @@
-"""The sizes that steps are padded to, so that one captured graph serves many of them.
+"""The sizes that steps are padded to, so that one captured graph serves many steps.
 
-All ranks come to the same shape, from the plan alone: a graph holds meetings of the ranks.
+The shape follows from the plan alone, so it is the same on all ranks: a graph contains exchanges between the ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from splash_trt.config import EngineConfig, Layout
 from splash_trt.layout.spec import SPECS, Tokens
 from splash_trt.plan import Plan
 
-_LEAST_ROWS = 256  # fewer take as long
+_LEAST_ROWS = 256  # the smallest size of steps that also prefill: fewer rows take as long
 _FEW_ABSORBED = 64
-_SMALL_ROWS, _SEGMENTS = 2048, 64
-_APART = 512  # rows, of sizes above _SMALL_ROWS
+_SMALL_ROWS, _SEGMENTS = 2048, 64  # up to so many rows, a shape has room for so many requests in its round
+_APART = 512  # rows between two sizes above _SMALL_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class Shape:
     absorbed: int
     """A: the first so many rows attend absorbed; those past the real ones read nothing there."""
     reads: int
-    """Absorbed queries that this rank attends to: its own (TP, DP), those it owns (DOP), those of all ranks (CP)."""
+    """Absorbed queries for which this rank attends: its own (TP, DP), of requests it owns (DOP), of all ranks (CP)."""
     wanted: int
     """W."""
     context: int = 0
-    """C: rows of the only round of expanded attention; 0: there is none."""
+    """C: context rows of the one round of expanded attention; 0: the step has none."""
     segments: int = 0
     """S: requests in that round."""
 
@@ -65,8 +65,8 @@ def fit(size: int, sizes: Sequence[int]) -> int | None:
 class Shapes:
     """The shapes of one deployment.
 
-    Rows have sizes a quarter apart, or 512. Steps that also prefill come in many combinations: what costs little where
-    it is padding (absorbed rows, requests, wanted positions) has two sizes or one.
+    Numbers of rows are a quarter of a doubling apart, or 512. Steps that also prefill have many sizes that combine, so
+    what costs little as padding (absorbed rows, requests, wanted positions) has only one or two sizes.
     """
 
     def __init__(self, config: EngineConfig, decode: Sequence[int]) -> None:
@@ -86,9 +86,9 @@ class Shapes:
         return largest * self._num_ranks + 4 * _SEGMENTS if largest else 0
 
     def before(self, layout: Layout) -> list[Shape]:
-        """Those that are to be captured before a request waits for them, the largest first: a step that decodes, of
-        every size; one that also prefills whole prompts, dealt out evenly where tokens are spread, or under DP a single
-        one; and large ones whose first prompt, or only one, began before."""
+        """The shapes to capture in advance, the largest first: steps that only decode, of every size; steps that also
+        prefill whole prompts (spread evenly over the ranks where tokens are spread, and under DP also a single prompt);
+        and large steps in which the first or only prompt began in an earlier step."""
         shapes: list[Shape | None] = [self._decoding(layout, size) for size in self._decode]
         ranks = self._num_ranks if self._spread(layout) else 1
         full = -(-self._most // ranks)
@@ -105,7 +105,7 @@ class Shapes:
         return sorted(found, key=lambda shape: -shape.stacked)
 
     def of(self, plan: Plan, ranks: np.ndarray) -> Shape | None:
-        """The shape for a plan; None if it is not to be padded. ranks [T]: which rank computes each token."""
+        """The shape for a plan; None if the plan is not padded. ranks [T]: which rank computes each token."""
         if not self._decode:
             return None
         assert plan.num_tokens <= self._most, (plan.num_tokens, self._most)
@@ -128,23 +128,25 @@ class Shapes:
         return shape if fits else None
 
     def _absorbed_sizes(self, rows: int) -> list[int]:
-        """Of steps of so many rows that also prefill: many rows take so long that one size will do."""
+        """Sizes of the absorbed part of steps that also prefill. Steps of many rows take so long that one size will
+        do."""
         return self._absorbed if rows <= _SMALL_ROWS else self._absorbed[-1:]
 
     def _decoding(self, layout: Layout, size: int) -> Shape:
-        """Of steps that only decode, with at most `size` hidden states a rank."""
+        """The shape of steps that only decode, with at most `size` hidden states a rank."""
         stacked = size * self._num_ranks if self._spread(layout) else size
         return Shape(
             layout=layout, rows=size, stacked=stacked, absorbed=size, reads=self._reads(layout, size), wanted=stacked
         )
 
     def _mixed(self, layout: Layout, rows: int, num_tokens: int, absorbed: int, context: int) -> Shape | None:
-        """For rows hidden states a rank, num_tokens in all, and context rows on the rank that has most."""
+        """Shape of steps that also prefill: `rows` hidden states a rank, num_tokens in all, up to `absorbed` of them
+        absorbed on a rank, `context` context rows on the rank that has most. None if these do not fit into a round."""
         spread = self._spread(layout)
         stacked = rows
         while spread and stacked < num_tokens:
             stacked = min(2 * stacked, self._most)
-        # What prompts without a past need; somewhat more, as where the last of many began in the step before; all.
+        # Three sizes: for whole prompts; a quarter more, for when one of many began in the step before; a full round.
         whole = min(stacked if layout is Layout.CP else rows, self._block)
         room = fit(context, sorted({whole, min(whole + whole // 4, self._block), self._block}))
         if room is None:
@@ -163,7 +165,7 @@ class Shapes:
         )
 
     def _expanded(self, plan: Plan) -> tuple[int, int]:
-        """Context rows of the rank that has most, and requests of the one that has most."""
+        """(Context rows of the rank that has most, requests with expanded tokens of the rank that has most.)"""
         rows = np.flatnonzero(~plan.absorbed)
         length = (plan.start + plan.count)[rows]
         if plan.layout is not Layout.DP:

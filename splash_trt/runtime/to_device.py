@@ -1,4 +1,4 @@
-"""Host arrays on their way to the device."""
+"""Copies a host array to the device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """On a CPU the array's own memory; else a copy that is enqueued, from pinned memory: from any other, the host would
-    wait for all that the device still has to do."""
+    """On a CPU a view of the array; on a GPU a copy, which is enqueued. It goes by way of pinned memory: from other
+    memory the host would have to wait for everything that the GPU has still to do."""
     x = torch.from_numpy(array)
     if torch.device(device).type == "cpu":
         return x

@@ -1,4 +1,4 @@
-"""Brings a step's arrays to the device: one copy, from memory that the copy engine reads while the host goes on."""
+"""Copies a step's arrays to the device, all in one copy, from pinned memory, so that the host goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ROUND_FIELDS = ("holder", "page", "offset", "segments")
 
 
 class Uploader:
-    """fixed_bytes: of the memory at a fixed address, for steps that a captured graph reads."""
+    """fixed_bytes: size of the memory at a fixed address, where captured graphs read their step's arrays."""
 
     def __init__(self, device: torch.device, fixed_bytes: int) -> None:
         self._device = device
         self._fixed = torch.zeros(fixed_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, step: StepArrays, *, fixed: bool) -> DeviceStep:
-        """fixed: the arrays come to lie where those of the last step of the same shape did."""
+        """fixed: put the arrays at the addresses that the captured graph of this shape reads."""
         arrays = dict(step.arrays)
         for index, part in enumerate(step.rounds):
             arrays |= {f"{name}.{index}": getattr(part, name) for name in _ROUND_FIELDS}
@@ -47,7 +47,7 @@ class Uploader:
         )
 
     def plain(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Some arrays on the device."""
+        """These arrays on the device."""
         found = self._copy({str(index): array for index, array in enumerate(arrays)}, fixed=False)
         return list(found.values())
 
@@ -56,7 +56,7 @@ class Uploader:
         for name, array in arrays.items():
             places[name] = used
             used = -(-(used + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
-        # The allocator of pinned memory keeps what a copy still reads.
+        # It may go out of scope at once: torch's allocator does not reuse pinned memory that a copy still reads.
         host = torch.empty(used, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         view = host.numpy()
         for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Where a request's cache goes when it gets one. Queued requests belong to no rank yet."""
+"""Decides where the cache of a newly admitted request goes. While a request is queued it belongs to no rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splash_trt.cache.placement import Placement
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.scheduler.slots import Slots
 
-RESERVE_SHARE = 8  # one page kept free for this many running requests, so that they do not evict what just came in
+RESERVE_SHARE = 8  # a page is kept free for every 8 running requests, or they would soon preempt what was just admitted
 
 ExpectedOutput = Callable[[np.ndarray], np.ndarray]
 """Tokens of output still to come [R] of requests that have generated [R] so far, whatever their limits."""
@@ -28,8 +28,8 @@ def output_left(expected: ExpectedOutput, generated: np.ndarray, limit_left: np.
 
 
 class RankLoads:
-    """What each rank has to do for the requests at home there: counted once, then kept up with admissions, so that a
-    burst in one step spreads. Arrays [N]."""
+    """The work that each rank has for the requests at home there. It is counted once a step and updated with each
+    admission, so that a burst of requests in one step spreads over the ranks. Arrays [N]."""
 
     def __init__(self, slots: Slots, running_at: np.ndarray, expected: ExpectedOutput) -> None:
         self._slots = slots
@@ -39,8 +39,8 @@ class RankLoads:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Held or still to come, those of prompts that are not computed yet included. Counted when it is first asked
-        for: where caches are replicated nobody does."""
+        """Tokens held or expected, also those of prompts that are not computed yet. Counted when first asked for: with
+        replicated caches nobody asks."""
         if self._tokens is None:
             slots, live = self._slots, self._slots.live.nonzero()[0]
             total = slots.total[live]

@@ -1,6 +1,6 @@
-"""One step's work as the cost model sees it: sums by rank, no row by itself. N ranks.
+"""One step's work as the cost model sees it: sums for each rank instead of single rows. N ranks.
 
-A request's work is counted at its owner (DP, DOP) or home (CP); in TP ownership means nothing and the sums count.
+A request's work is counted at its owner (DP, DOP) or home (CP). In TP requests have neither: only totals count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from splash_trt.plan import Plan
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Arrays [N] float64, by owner or home. "Decode" are tokens that attend absorbed, one or few of a request;
-    "prefill" those that attend expanded."""
+    """Arrays [N] float64, by owner or home. "Decode" tokens attend absorbed, one or few of a request; "prefill" tokens
+    attend expanded."""
 
     layout: Layout
     decode_tokens: np.ndarray
@@ -33,16 +33,17 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_rows: int = 0
     """Chunks that prefill_tokens come in."""
     decode_longest: int = 0
-    """The largest context among decode tokens; 0: all are alike."""
+    """The longest context of a decode token; 0: all have about the same."""
     moved_bytes: int = 0
-    """For a switch, before or after the rows run: the most that any rank sends and receives, in and out together."""
+    """What a switch moves in this step: the most that any rank sends and receives together."""
 
     @property
     def num_tokens(self) -> float:
         return float(self.decode_tokens.sum() + self.prefill_tokens.sum())
 
     def under_each(self, layouts: Iterable[Layout]) -> list[Batch]:
-        """The same work in each of `layouts`. Homes stay where there are any; from TP it is dealt out evenly."""
+        """The same work under each of `layouts`. Owners and homes stay; from TP, which has none, work is dealt out
+        evenly."""
         spread = self._dealt(len(self.decode_tokens)) if self.layout is Layout.TP else self
         return [
             self
@@ -52,7 +53,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         ]
 
     def _dealt(self, most: int) -> Batch:
-        """Evenly over as many ranks as there are decode tokens or prompts, at most `most`."""
+        """The work dealt out evenly over as many ranks as there are decode tokens or prompts, but at most `most`."""
 
         def over(values: np.ndarray, shares: float) -> np.ndarray:
             if not shares:

@@ -1,9 +1,9 @@
-"""Which layout to be in: the shortest path through the phases ahead, with what each change of layout costs.
+"""Which layout to be in: the shortest path through the phases of work ahead, where changes of layout cost too.
 
-Pure functions over one Load. A candidate is a layout, or the present one with some requests at other owners. For each
-one: what the phases would take if the switch to it began now, and the best were done from then on; against staying for
-the first phase and doing the best from then on. So a switch that can as well be made later is not made now, and one
-that would soon have to be undone pays for both.
+Pure functions over one Load. A candidate is a layout, or the present layout with some requests moved to other owners.
+A candidate's gain compares two futures. In one, the switch to it begins now. In the other, the present layout is kept
+for the first phase. Both then follow the best path. So a switch that can be made later just as well is not made now,
+and a switch that would soon have to be undone pays for both ways.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from splash_trt.scheduler.phases import Phase, homes_under, phases_of
 
 HORIZON_S = 60.0
 """Work further ahead is not counted: by then another decision will have been made."""
-COMMIT_STEPS = 0.1  # of a step: what the hand-over costs; measured stalls are below it
+COMMIT_STEPS = 0.1  # what the commit of a switch costs, in steps; measured stalls are shorter
 OVER_BOUND = 20.0  # a phase whose steps exceed the bound by x times the bound counts as longer by this many times x
 
 
@@ -73,15 +73,16 @@ class Objective:
 
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What going there takes."""
+    """What a switch that begins now takes."""
 
     route: tuple[Layout, ...]
+    """The layouts on the way, the target last; empty where only owners change."""
     bytes: float
-    """Between ranks, in and out, at the busiest one."""
+    """What the busiest rank sends and receives."""
     steps: int
     seconds: float
     cost_s: float
-    """Of the work ahead: slower steps, admissions held, the hand-over."""
+    """Seconds that the work ahead is delayed: by slower steps, by admissions that are held, by the commit."""
 
 
 class Later(msgspec.Struct, frozen=True, gc=False):
@@ -93,7 +94,7 @@ class Later(msgspec.Struct, frozen=True, gc=False):
     few_steps: int
 
     def seconds(self, budget_bytes: int, step_s: float) -> float:
-        """Where steps take step_s."""
+        """How long the switch takes while each step takes step_s."""
         return (self.bytes / max(scaled(budget_bytes, step_s), 1) + self.few_steps) * step_s
 
 
@@ -113,21 +114,21 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     costs: tuple[float, ...]
     """By phase, as the objective weighs them."""
     gain_s: float = 0.0
-    """What going there now saves of what is ahead, against staying for now; its cost is taken off."""
+    """Seconds saved by going there now instead of staying for the first phase, after the cost of the switch."""
 
     @property
     def moves_owners(self) -> bool:
-        """It is the present layout, with other owners."""
+        """It is the present layout, with some requests moved to other owners."""
         return self.switch.steps > 0 and not self.switch.route
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """candidates[0] is to stay."""
+    """candidates[0] means to stay as it is."""
 
     candidates: tuple[Candidate, ...]
     ahead_s: float
-    """What the first phase costs in the present layout: the stretch that a change now is about."""
+    """What the first phase costs in the present layout: the time that a change now is meant to shorten."""
 
     @property
     def best(self) -> Candidate:
@@ -149,7 +150,7 @@ class Comparer:
         self._least_pages = {layout: int(pages.min()) for layout, pages in self._pages.items()}
 
     def compare(self, load: Load, step_s: float, past: Past | None = None) -> Comparison:
-        """step_s: what a step takes now; past: the work of late, which is taken to come again after the work at hand:
+        """step_s: what a step takes now. past: recent work, which is assumed to come again after the work at hand:
         what has lasted for some time will last about as long again."""
         phases = phases_of(load, step_s)
         stay = self._candidate(load, phases, load.layout, homes_under(load.layout, load), step_s)
@@ -180,7 +181,7 @@ class Comparer:
         )
 
     def _moved_owners(self, load: Load) -> np.ndarray | None:
-        """[R] owners that even the ranks' work out; None where there are none, or as they are."""
+        """[R] owners that even out the ranks' work; None if the layout has no owners, or if none should change."""
         if SPECS[load.layout].placement is not PlacementKind.OWNED or load.running < 2:
             return None
         # A request weighs what it adds to its owner's step: the rows it reads, and a token's dense work.
@@ -194,10 +195,7 @@ class Comparer:
     ) -> Candidate:
         times = tuple(self._estimator.time(phase, layout, homes) for phase in phases)
         steps = [phase.tokens / max(phase.running + phase.joining, 1.0) for phase in phases]
-        costs = [
-            self._objective.weigh(time, max(ideal, time.steps if ideal == 0 else 0.0))
-            for time, ideal in zip(times, steps, strict=True)
-        ]
+        costs = [self._objective.weigh(time, ideal or time.steps) for time, ideal in zip(times, steps, strict=True)]
         return Candidate(
             layout=layout,
             homes=homes,
@@ -208,7 +206,8 @@ class Comparer:
         )
 
     def _fits(self, load: Load, target: Layout, homes: np.ndarray) -> bool:
-        """There is room for what is held now: there, and on the way, unless that is by DOP, where replicas go first."""
+        """Whether there is room for what is held now, in the target and during the switch (a switch by way of DOP drops
+        replicas first, so it needs no room for both)."""
         if load.held_tokens > self._room[target]:
             return False
         source = load.layout
@@ -224,7 +223,7 @@ class Comparer:
         return not (grows & (need + load.running // RESERVE_SHARE > np.minimum(before, after))).any()
 
     def _reaches(self, source: Candidate, target: Candidate, phase: int) -> bool:
-        """Whether there will be room to go from one to the other after a phase: at its end or during the next one."""
+        """Whether there will be room to switch from one to the other after a phase: at its end or during the next."""
         if source is target:
             return True
         held, n = min(time.held for time in source.times[phase : phase + 2]), self._config.num_ranks
@@ -237,7 +236,7 @@ class Comparer:
         return held <= self._room[target.layout]
 
     def _switch(self, load: Load, source: Layout, target: Layout, homes: np.ndarray, step_s: float) -> Switch:
-        """From `source`, as the requests lie there now."""
+        """The switch from `source`, given where the running requests' cache lies now."""
         sizes, n = self._sizes, load.num_ranks
         compacted = 0
         route: tuple[Layout, ...] = (target,)
@@ -255,14 +254,14 @@ class Comparer:
         making_room = _steps_for(compacted * sizes.page_bytes, load, step_s)
         moving = _steps_for(busiest, load, step_s)
         steps = making_room + moving + transition.FEW_STEPS * max(len(route), 1)
-        # While room is being made those who wait are not let in: the share of the batch that they would have been.
+        # While room is being made nobody is admitted: that costs the share of the batch that those who wait would be.
         held = making_room * step_s * min(1.0, load.waiting / max(load.running, 1))
         inside = 2.0 * compacted * sizes.page_bytes
         cost = self._estimator.moved_s(both_ways + inside) + held + COMMIT_STEPS * step_s
         return Switch(route=route, bytes=both_ways, steps=steps, seconds=steps * step_s, cost_s=cost)
 
     def _later(self, load: Load, source: Candidate, targets: list[Candidate], step_s: float) -> list[Later]:
-        """Going from one to each of the others after a phase, about."""
+        """About what it takes to go from one candidate to each of the others after a phase."""
         rows = np.bincount(source.homes, load.held, load.num_ranks)
 
         def going(target: Candidate) -> Later:
@@ -278,7 +277,7 @@ class Comparer:
 
 
 def _again(index: int, candidates: list[Candidate], later: list[list[Later]], past: Past, budget_bytes: int) -> float:
-    """What the work of late costs when it comes again and finds the layout of candidates[index]."""
+    """What recent work costs when it comes again and finds the layout of candidates[index]."""
     here = past.seconds[candidates[index].layout]
 
     def going(to: int) -> float:
@@ -290,7 +289,7 @@ def _again(index: int, candidates: list[Candidate], later: list[list[Later]], pa
 
 
 def _with_past(candidate: Candidate, phases: list[Phase], again_s: float) -> Candidate:
-    """With what comes after: nobody knows in which phase the work will end."""
+    """The candidate with what comes after the work ahead added, which may end in any of the phases."""
     costs = [cost + phase.ends * again_s for cost, phase in zip(candidate.costs, phases, strict=True)]
     return replace(candidate, costs=tuple(costs))
 
@@ -309,7 +308,7 @@ Reaches = Callable[[Candidate, Candidate, int], bool]
 
 
 def _gains(candidates: list[Candidate], later: list[list[Later]], budget_bytes: int, reaches: Reaches) -> list[float]:
-    """Of each candidate: staying for the first phase, less going there now."""
+    """Each candidate's gain: the cost of staying for the first phase, less that of going there now."""
     num = len(candidates)
     if not candidates[0].costs:
         return [0.0] * num
@@ -329,7 +328,8 @@ def _best(
     best = [[0.0] * num for _ in range(num_phases)]
 
     def onward(p: int, c: int, d: int) -> float:
-        """Phases p and later, when the switch from c to d begins with phase p, which c serves until it is done."""
+        """The cost of phases p and later, when the switch from c to d begins with phase p. Until it is done, c serves
+        phase p."""
         if c == d:
             return best[p][d]
         here, there, time = candidates[c], candidates[d], candidates[c].times[p]
@@ -347,7 +347,7 @@ def _best(
 
 
 def _going(here: Candidate, there: Candidate, index: int, best: list[list[float]]) -> float:
-    """Cost of all phases when the switch begins now: those that it takes are spent where we are."""
+    """The cost of all phases when the switch begins now. Until it is done they are spent in the present layout."""
     left, total = there.switch.seconds, there.switch.cost_s
     for p, time in enumerate(here.times):
         if left >= time.seconds:

@@ -1,12 +1,13 @@
-"""How a running server's steps compare with what was predicted: one factor for all layouts, one for each.
+"""Corrects the cost model by the steps that a running server observes: by a factor common to all layouts times a factor
+of each layout.
 
-Logarithms of observed over predicted time are split into a common part and a part for each layout, apart for steps with
-and without prefill, since what is wrong with prompts tells little of decoding; and for the latter at several numbers of
-tokens, since launches make up a small batch's time and memory a large one's. An observation counts most at the numbers
-nearest to its own; further away it is what is known until there are nearer ones.
+The logarithm of observed over predicted time is modelled as a common part plus a part of the layout. Steps with prefill
+and steps that only decode are corrected separately, since errors of one say little about the other. Steps that only
+decode are corrected at several numbers of tokens: launches dominate a small batch's time, and memory a large one's. An
+observation counts most at the numbers nearest to its own; farther away it serves until there are nearer ones.
 
-Both parts are sums over observations that fade, drawn towards 0 (the layout's) as long as there are few: a layout that
-never ran follows the common part. A layout counts in the common part by how well it is known, not by how often it ran.
+Both parts are means of observations that fade with time, drawn towards 0 while there are few. So a layout that never
+ran follows the common part. In the common part a layout counts by how well it is known, not by how often it ran.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from dataclasses import dataclass, field
 from splash_trt.config import Layout
 
 MEMORY_STEPS = 200.0  # an observation so many steps ago counts 1 / e of a new one
-PRIOR_STEPS = 20.0  # a layout's part is drawn to 0 as if so many observations said so
-COMMON_PRIOR_STEPS = 5.0
-MAX_RATIO = 5.0  # beyond it, against what is expected by now, an observation says something of the machine, not of us
-OUTLIERS_IN_A_ROW = 20  # so many are no outliers
-CLIP = math.log(1.5)  # what one observation can differ from what is expected, as far as it counts
-SIZES = (1.0, 4.0, 16.0, 64.0, 256.0)  # tokens of steps that only decode, at which they are corrected
-APART = 8.0  # an observation counts so many times less at the next number of tokens
+PRIOR_STEPS = 20.0  # a layout's part is drawn to 0 as if so many observations said 0
+COMMON_PRIOR_STEPS = 5.0  # the same for the common part
+MAX_RATIO = 5.0  # an observation that differs from the corrected prediction by more is an outlier and ignored,
+OUTLIERS_IN_A_ROW = 20  # unless there are so many in a row
+CLIP = math.log(1.5)  # an observation counts as differing from the corrected prediction by no more than this
+SIZES = (1.0, 4.0, 16.0, 64.0, 256.0)  # the numbers of tokens at which steps that only decode are corrected
+APART = 8.0  # an observation counts so many times less at the next of SIZES
 
 
 @dataclass
 class _Mean:
-    """Of one layout's log ratios, faded."""
+    """The mean of one layout's log ratios, older ones faded."""
 
     weight: float = 0.0
     total: float = 0.0
 
     def add(self, value: float, counts: float) -> None:
-        """An observation that counts so much, at most 1."""
+        """Add an observation that counts so much (at most 1)."""
         fade = math.exp(-counts / MEMORY_STEPS)
         self.weight = self.weight * fade + counts
         self.total = self.total * fade + value * counts
@@ -46,7 +47,7 @@ class _Mean:
 
 @dataclass
 class _Mode:
-    """Steps with prefill, or without it and of about one size."""
+    """The correction of one sort of steps: those with prefill, or those that only decode about so many tokens."""
 
     means: dict[Layout, _Mean] = field(default_factory=lambda: {layout: _Mean() for layout in Layout})
     parts: dict[Layout, float] = field(default_factory=lambda: dict.fromkeys(Layout, 0.0))
@@ -59,7 +60,7 @@ class _Mode:
         return self.common + self.parts[layout]
 
     def observe(self, layout: Layout, ratio: float, counts: float) -> None:
-        """A logarithm of observed over predicted time."""
+        """Take in a logarithm of observed over predicted time that counts so much."""
         mean, expected = self.means[layout], self.log_factor(layout)
         if abs(ratio - expected) > math.log(MAX_RATIO) and mean.weight:
             self.outliers += 1
@@ -73,8 +74,8 @@ class _Mode:
         self.refit()
 
     def refit(self) -> None:
-        """The common part: the mean of the layouts' means, each by its certainty w / (w + prior), drawn to 0 at the
-        start. A layout's part: what is left of its mean, drawn to 0 likewise."""
+        """The common part is the mean of the layouts' means, weighted with their certainty w / (w + prior), and drawn
+        towards 0 at the start. A layout's part is what is left of its mean, drawn towards 0 likewise."""
         sure = {layout: m.weight / (m.weight + PRIOR_STEPS) for layout, m in self.means.items()}
         known = sum(sure.values())
         seen = sum(m.weight for m in self.means.values())
@@ -85,8 +86,8 @@ class _Mode:
 
 
 class Correction:
-    """Deterministic: the same observations in the same order give the same factors. tokens: of a step that only
-    decodes; None: it has prefill."""
+    """Deterministic: the same observations in the same order give the same factors. In the calls, tokens are those of a
+    step that only decodes; None for a step with prefill."""
 
     def __init__(self) -> None:
         self._prefill = _Mode()
@@ -104,7 +105,7 @@ class Correction:
         return below if not share else below + share * (self._decode[low + 1].factors[layout] - below)
 
     def certainty(self, layout: Layout, tokens: float) -> float:
-        """From 0 to 1: how well it is known what the layout's steps of so many tokens take."""
+        """From 0 to 1: how well the time of the layout's steps that decode so many tokens is known."""
         weight = self._decode[round(_place(tokens))].means[layout].weight
         return weight / (weight + PRIOR_STEPS)
 
@@ -123,5 +124,5 @@ class Correction:
 
 
 def _place(tokens: float) -> float:
-    """Where among SIZES a number of tokens lies: 0 at the first."""
+    """The position of a number of tokens among SIZES, interpolated: 0 at the first."""
     return min(max(math.log(max(tokens, 1.0), SIZES[1]), 0.0), len(SIZES) - 1.0)

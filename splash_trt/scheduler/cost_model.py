@@ -1,9 +1,10 @@
-"""How long a step takes on a device (device.py), from the work and bytes of its operations (work.py).
+"""Predicts how long a step takes on a device (device.py), from the work and bytes of its operations (work.py).
 
-An operation takes the longer of its arithmetic and its memory traffic, times its kind's factor, and operation_s for
-each launch. A collective takes collective_s + (N - 2) collective_hop_s and its bytes over the link. Ranks meet at
-collectives: between two of them the slowest rank counts, or, where ranks share cores, all ranks' work over as many as
-run at a time. What a switch moves in the background takes memory traffic from the step; the link has room for it.
+An operation takes the longer of its arithmetic and its memory traffic, times its kind's factor, plus operation_s for
+each launch. A collective takes collective_s + (N - 2) collective_hop_s plus its bytes over the link. Ranks wait for
+each other at collectives. Between two of them the slowest rank's time counts; where ranks share cores, it is at least
+the work of all ranks over the number of ranks that run at a time. What a switch moves in the background takes memory
+bandwidth from the step; the link is taken to have room for it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from splash_trt.scheduler.quantities import Sums
 from splash_trt.scheduler.work import EXPERT_LOOP, LayoutWork, Operation
 
 MANY = 64.0
-"""Tokens of a step whose time is that of memory traffic."""
+"""Tokens of a decode step whose time is dominated by memory traffic."""
 PREFILL_ONLY = ("expand_kv", "mla_prefill", "mla_sparse", "context_rows", "index_choices")
 _KIND_OF = {"collective_s": "collective", "operation_s": "operation", "expert_s": "operation", "step_s": "step"}
 SHARES = (*(kind for kind in KINDS if kind not in ("operation", "step")), *_KIND_OF)
-"""What a step's time is a sum of, as far as calibration can tell it apart."""
+"""The parts of a step's time that calibration can tell apart."""
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """One layout's table in seconds: per quantity, rows [ideal arithmetic; ideal memory or link; launches]."""
+    """One layout's operations in seconds per quantity: rows are [arithmetic; memory or link; launches] of each."""
 
     table: np.ndarray
     segments: np.ndarray
@@ -39,19 +40,19 @@ class _Rates:
     """Operations."""
 
     def seconds(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[operations, N]: what the roofline says, and launches."""
+        """[operations, N] each: seconds of work by the roofline, and of launches."""
         y = self.table.dot(x)
         n = self.count
         return np.maximum(y[:n], y[n : 2 * n]), y[2 * n :]
 
     def by_segment(self, x: np.ndarray) -> np.ndarray:
-        """[segments, N]."""
+        """[segments, N]: seconds of each rank in each segment (see Operation.segment)."""
         ideal, launches = self.seconds(x)
         return self.segments.dot(ideal + launches)
 
 
 class CostModel:
-    """Of one model on the ranks of one deployment. ValueError for a format that the device says nothing of."""
+    """For one model on the ranks of one deployment. ValueError for a format that the device has no figure for."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, device: Device) -> None:
         self.device = device
@@ -64,12 +65,13 @@ class CostModel:
         self._decode_rates = {layout: self._rates_of(work, False) for layout, work in self.work.items()}
 
     def step_s(self, batch: Batch) -> float:
-        """Seconds that the step takes, corrections included."""
+        """Seconds that the step takes, with corrections."""
         sums = self.work[batch.layout].quantities.sums(batch)
         return self._predict(batch, sums) * self.correction.factor(batch.layout, _decoding(sums))
 
     def copies_s(self, num_bytes: float, layout: Layout) -> float:
-        """By how much copies of num_bytes, in and out at the busiest rank, lengthen the decode steps beside them."""
+        """By how many seconds background copies lengthen decode steps; num_bytes: sent and received by the busiest
+        rank."""
         return num_bytes * self._copy_s * self.correction.factor(layout, MANY)
 
     def parts(self, batch: Batch) -> dict[str, float]:
@@ -93,7 +95,7 @@ class CostModel:
         return out
 
     def by_operation(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per operation of a step with tokens: seconds of its work, and of its launches, on the ranks that count."""
+        """For each operation of a step with tokens: seconds of its work and of its launches, as far as they count."""
         rates = self._rates[batch.layout]
         quantities = self.work[batch.layout].quantities
         ideal, launches = rates.seconds(quantities.of(batch, quantities.sums(batch)))
@@ -103,7 +105,7 @@ class CostModel:
         return dict(zip(names, seconds, strict=True))
 
     def observe(self, batch: Batch, seconds: float) -> float:
-        """A step of this batch took so long: predictions to come follow, slowly. Returns that of this batch."""
+        """A step of this batch took so many seconds: later predictions follow, slowly. Returns this batch's."""
         sums = self.work[batch.layout].quantities.sums(batch)
         predicted, decoding = self._predict(batch, sums), _decoding(sums)
         if sums.tokens and not batch.moved_bytes:
@@ -122,7 +124,7 @@ class CostModel:
         return float(np.add.reduce(slowest)) + copies
 
     def _weights(self, segments: np.ndarray) -> np.ndarray:
-        """[segments, N]: how much each rank's time in a segment counts."""
+        """[segments, N]: the weight of each rank's time in a segment; their weighted sum is the step's time."""
         ranks = segments.shape[1]
         shared = self._ranks / self._concurrent
         slowest = np.zeros_like(segments)

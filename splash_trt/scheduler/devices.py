@@ -149,20 +149,24 @@ def this_cpu(
     return Device(**values)
 
 
-def _product_rate(size: int = 256, seconds: float = 0.02) -> float:
+def _product_rate() -> float:
+    """Operations a second of a product of two 256 x 256 matrices in float32."""
+    size = 256
     a = np.ones((size, size), np.float32)
-    return 2 * size**3 / _shortest(lambda: a @ a, seconds)
+    return 2 * size**3 / _shortest(lambda: a @ a)
 
 
-def _copy_rate(num_bytes: int = 1 << 24, seconds: float = 0.02) -> float:
+def _copy_rate() -> float:
+    """Bytes a second, read and written, of a copy of 16 MiB."""
+    num_bytes = 1 << 24
     a, b = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    return 2 * num_bytes / _shortest(lambda: np.copyto(b, a), seconds)
+    return 2 * num_bytes / _shortest(lambda: np.copyto(b, a))
 
 
-def _shortest(call: Any, seconds: float) -> float:
-    """Of repeated calls over about so long; one comes before, untimed."""
+def _shortest(call: Any) -> float:
+    """Seconds of the shortest of the calls that fit into 20 ms; one comes before, untimed."""
     call()
-    best, end = math.inf, time.perf_counter() + seconds
+    best, end = math.inf, time.perf_counter() + 0.02
     while time.perf_counter() < end:
         begin = time.perf_counter()
         call()

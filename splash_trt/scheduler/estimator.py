@@ -1,4 +1,4 @@
-"""How long a phase of the work ahead (phases.py) would take under a layout. R running requests, N ranks."""
+"""Estimates how long a phase of the work ahead (phases.py) would take under a layout. R running requests, N ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.forecast import Halves
 from splash_trt.scheduler.phases import Phase, Prompts
 
-FULL = 0.97  # of the cache: beyond it requests get in each other's way
-RARE = 0.01  # share of steps below which the 99th percentile does not see them
+FULL = 0.97  # the share of the cache that can be used before requests preempt each other
+RARE = 0.01  # steps that are rarer than this share do not change the 99th percentile
 
 
 class Time(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -25,11 +25,11 @@ class Time(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seconds: float
     steps: float
     p99_step_s: float
-    """The step that only one in a hundred exceeds: what a running request waits for its next token."""
+    """The 99th percentile of the steps' times: how long a running request waits for its next token."""
     concurrency: float
     """Requests that run at once."""
     held: float
-    """Cache rows of theirs."""
+    """Cache rows of all requests that run at once."""
 
 
 def computes_alone(layout: Layout) -> bool:
@@ -49,16 +49,16 @@ class Estimator:
         self._nothing = np.zeros(config.num_ranks)
 
     def moved_s(self, num_bytes: float) -> float:
-        """By how much copies of num_bytes, in and out at the busiest rank, lengthen the steps beside them."""
+        """By how many seconds background copies lengthen steps; num_bytes: sent and received by the busiest rank."""
         return self.cost.copies_s(num_bytes, self._config.layout)
 
     def time(self, phase: Phase, layout: Layout, homes: np.ndarray) -> Time:
-        """What `phase` takes with the running requests at homes [R]."""
+        """What `phase` takes under `layout`, with the running requests at homes [R]."""
         running, demand = phase.running, phase.demand
         room = FULL * self._room[layout]
-        joining, places = 0.0, math.inf  # places: so many more have room now
+        joining, places = 0.0, math.inf  # places: there is room for so many more requests now
         prompts = phase.prompts
-        if demand > room:  # some have to give their cache up, and are computed again later
+        if demand > room:  # some are preempted and computed again later
             again = Prompts(tokens=demand - room, lengths=((1.0, max(demand / running, 1.0)),))
             prompts = (*prompts, again)
             phase = changed(phase, alive=phase.alive * (room / demand))
@@ -75,7 +75,7 @@ class Estimator:
             decodes = self._decodes(layout, tokens + more, context + more * phase.joining_context, phase.longest)
             decode_s = self.cost.step_s(decodes)
         steps = phase.tokens / concurrency if concurrency else 0.0
-        # Those that wait for their prompts to be computed do not decode yet.
+        # Joining requests do not decode while their prompts are being computed.
         running_now = self._decodes(layout, tokens, context, phase.longest)
         beside = _Beside(running_now, computes_alone(layout), concurrency, phase.answer, places, decode_s)
         found = self._in_turn(prompts, phase.joining, beside)
@@ -91,11 +91,12 @@ class Estimator:
         )
 
     def _in_turn(self, prompts: tuple[Prompts, ...], waiting: float, beside: _Beside) -> list[_Computed]:
-        """`prompts` one after the other, and those that come as the last ones that are there; waiting: all who wait."""
+        """What `prompts` take, one group after another. Arriving prompts that come meanwhile are computed together with
+        the last group that is there. waiting: requests that wait, all together."""
         found: list[_Computed] = []
         places, tokens = beside.places, 0.0
         for some in prompts:
-            if some.arriving_s and found:  # some come while the others are being computed, and wait behind them
+            if some.arriving_s and found:  # some arrive while the groups before are being computed, and join them
                 last = prompts[len(found) - 1]
                 joined = some.joining(sum(x.seconds for x in found), tokens)
                 there = _share(places + last.waiting, last.waiting + joined / some.length)
@@ -107,7 +108,7 @@ class Estimator:
         return found
 
     def _computed(self, prompts: Prompts, at_once: float, beside: _Beside) -> _Computed:
-        """at_once: the share of them for which there is room."""
+        """What one group of prompts takes. at_once: the share of it for which the cache has room now."""
         most = max(self._config.max_batch_tokens - beside.concurrency, 1.0)
         seconds = steps = longest_s = 0.0
         for part in _parts(prompts, beside, at_once, most):
@@ -118,8 +119,9 @@ class Estimator:
         return _Computed(seconds, steps, longest_s)
 
     def _mixed(self, beside: _Beside, part: _Part, most: float) -> tuple[_Part, float, float]:
-        """(`part` with what a step has of it in the end, the mean time of these steps, the longest class's). What comes
-        while such a step lasts is what the next one has; beyond `most`, prompts queue at more and more owners."""
+        """(`part` with the chunk that a step has of it in the end, the mean time of such a step, that of the longest
+        class of prompts). While prompts arrive, a step's chunk is what arrived during the step before, so chunk and
+        time grow until they fit. A chunk is at most `most`; beyond that, prompts queue at more and more owners."""
         while True:
             # Long and short prompts have steps of their own, unless owners compute them side by side.
             mixed = beside.alone and part.owners > 1
@@ -132,7 +134,7 @@ class Estimator:
             part = part.growing(comes, 2 * part.owners if full else 0.0, most)
 
     def _dealt(self, layout: Layout, tokens: np.ndarray, joining: float) -> np.ndarray:
-        """[N] how `joining` requests are dealt to ranks where `tokens` [N] run."""
+        """[N]: how many of `joining` requests go to each rank, where `tokens` [N] are running."""
         if joining and SPECS[layout].placement is not PlacementKind.REPLICATED:
             return level(tokens, joining)
         more = np.zeros(len(tokens))
@@ -140,7 +142,7 @@ class Estimator:
         return more
 
     def _decodes(self, layout: Layout, tokens: np.ndarray, context: np.ndarray, longest: int) -> Batch:
-        """A step that has one token of each request that runs: `tokens` [N], with `context` [N] rows."""
+        """A step that decodes one token of each running request: `tokens` [N] by rank, with `context` [N] rows."""
         return Batch(
             layout=layout,
             decode_tokens=tokens,
@@ -153,7 +155,7 @@ class Estimator:
         )
 
     def _with_chunk(self, beside: _Beside, part: _Part, prompt: float) -> Batch:
-        """A step that has, besides, what `part` has of prompts of one length."""
+        """A step of the running requests and of a chunk of `part`, whose prompts all have the length `prompt`."""
         n, running, alone = self._ranks, beside.running, beside.alone
         replicated = SPECS[running.layout].placement is PlacementKind.REPLICATED
         ranks = 1 if replicated else min(max(round(part.owners if alone else part.chunk / prompt), 1), n)
@@ -162,9 +164,10 @@ class Estimator:
         before = prompt / 2  # of the prompt, on average
         tokens, pairs, reached = np.zeros(n), np.zeros(n), np.zeros(n)
         tokens[:ranks], pairs[:ranks] = share, share * before
-        # Each chunk reaches all that comes before it: prompts side by side are cut into more of them.
+        # A chunk attends to all of its prompt before it, so prompts that are computed side by side, in more and smaller
+        # chunks, reach more rows.
         reached[:ranks] = share / run * (before + run / 2)
-        if alone and ranks > 1:  # all wait for the one that is farthest in its prompt
+        if alone and ranks > 1:  # all ranks wait for the one whose prompt has come farthest
             farthest = max(part.farthest, before)
             pairs[0], reached[0] = share * farthest, share / run * (farthest + run / 2)
         return changed(
@@ -173,24 +176,24 @@ class Estimator:
 
 
 class _Beside(msgspec.Struct, frozen=True, gc=False):
-    """What prompts of a phase are computed beside, under a layout."""
+    """The decodes that share a phase's steps with its prompts, under one layout."""
 
     running: Batch
-    """A step of the running requests for whose cache there is room."""
+    """A step of those running requests for whose cache there is room."""
     alone: bool
-    """Prompts are computed by their owners alone."""
+    """Each prompt is computed by its owner alone."""
     concurrency: float
     """Requests that run at once."""
     answer: float
-    """Tokens of output of one that joins."""
+    """Output tokens of a joining request."""
     places: float
-    """So many more than those that run have room now."""
+    """There is room for so many more requests now."""
     decode_s: float
-    """A step without prompts."""
+    """The time of a step without prompts."""
 
 
 class _Computed(msgspec.Struct, frozen=True, gc=False):
-    """What prompts take, decodes beside them included."""
+    """What it takes to compute prompts, with the decodes that share the steps."""
 
     seconds: float
     steps: float
@@ -199,55 +202,56 @@ class _Computed(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Part(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of prompts that are computed in the same way."""
+    """Prompt tokens that are computed in the same way."""
 
     tokens: float
-    """All of them."""
+    """All of the part's tokens."""
     chunk: float
-    """What a step computes of them, if it does at all."""
+    """How many of them a step computes that computes any."""
     owners: float
-    """So many share it, where each computes prompts of its own."""
+    """So many owners share a step's chunk, where each computes prompts of its own."""
     prompt: float
-    """What a prompt has of them, on average, but at most what a step takes."""
+    """A prompt's length, on average, but at most what a step takes."""
     lengths: Halves
     farthest: float = 0.0
     per_s: float = 0.0
-    """So many come in a second; 0: all are there."""
+    """Tokens that arrive in a second; 0: all are there."""
 
     def growing(self, comes: float, owners: float, most: float) -> _Part:
-        """With what a step has that has any, where so many tokens come during one, by chance; owners: at least."""
+        """The part with the chunk of a step that has any of it, when `comes` tokens arrive at random during a step; for
+        at least so many owners."""
         number = max(comes, 1.0) / self.prompt
         number = max(number / -math.expm1(-number), owners)
         return changed(self, chunk=min(number * self.prompt, most), owners=number)
 
 
 def _parts(prompts: Prompts, beside: _Beside, at_once: float, most: float) -> list[_Part]:
-    """How `prompts` are computed. at_once: the share of those that are there for which there is room now."""
+    """The parts in which `prompts` are computed. at_once: the share of them for which the cache has room now."""
     if not prompts.tokens:
         return []
     prompt = min(prompts.length, most)
     one_by_one = _Part(prompts.tokens, prompt, 1.0, prompt, prompts.lengths, per_s=prompts.arriving_s)
-    if at_once == 1.0 and prompts.arriving_s:  # a step computes what came during the one before
+    if at_once == 1.0 and prompts.arriving_s:  # a step computes what arrived during the step before
         return [one_by_one.growing(prompts.arriving_s * beside.decode_s, 1.0, most)]
     there = 0.0 if prompts.arriving_s else prompts.tokens * at_once
     found = []
     if there:
         chunk = min(max(prompts.tokens, 1.0), most)
         found.append(_Part(there, chunk, prompts.owners, prompt, prompts.lengths, farthest=prompts.farthest))
-    if at_once < 1.0:  # others have to wait until those that run end
+    if at_once < 1.0:  # the others are admitted as running requests end
         comes = prompts.length * beside.concurrency / beside.answer
         found.append(changed(one_by_one, tokens=prompts.tokens - there, per_s=0.0).growing(comes, 1.0, most))
     return found
 
 
 def _share(places: float, waiting: float) -> float:
-    """Of those that wait, who have a place."""
+    """The share of `waiting` requests that find a place."""
     return min(max(places, 0.0) / waiting, 1.0) if waiting else 1.0
 
 
 def level(counts: np.ndarray, more: float) -> np.ndarray:
-    """[N] how `more` requests are dealt to ranks with `counts` [N] so that the largest count is as small as can be;
-    whole ones first, since half a request keeps a rank as busy as one."""
+    """[N]: how many of `more` requests go to each rank, so that the largest of counts [N] plus these is as small as can
+    be. Fewer requests than ranks are not cut into fractions: half a request keeps a rank as busy as a whole one."""
     order = counts.argsort(kind="stable")
     ranked = counts[order]
     sums = np.arange(1, len(counts) + 1) * ranked - ranked.cumsum()  # to lift those below up to each one

@@ -1,4 +1,5 @@
-"""What the running requests still have before them, from the lengths of those that ended: nobody tells in advance."""
+"""Forecasts, since nobody tells in advance: how many tokens running requests will still generate, from the lengths of
+requests that ended; how fast new ones will arrive; and which work will come again."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ import numpy as np
 
 from splash_trt.config import Layout
 
-KEPT = 512  # of the latest lengths
-SIZES = 40  # of prompts, by powers of two; all that are longer count as the last
-PRIOR_WEIGHT = 4.0  # lengths that the rule of thumb counts as
-ALIKE = 1.2  # lengths of prompts that differ by less are taken together
-ENOUGH = 4  # lengths with like prompts, to go by them alone
+KEPT = 512  # so many of the latest lengths are remembered
+SIZES = 40  # classes of prompt lengths, by powers of two; all longer prompts are in the last class
+PRIOR_WEIGHT = 4.0  # the rule of thumb counts like so many observed lengths
+ALIKE = 1.2  # prompt lengths that differ by a smaller factor are treated as one
+ENOUGH = 4  # with so many lengths of requests with similar prompts, only these are used
 
 
 class _Ended:
-    """Lengths of some requests that ended by themselves."""
+    """Output lengths of some requests that ended by themselves."""
 
     def __init__(self) -> None:
         self._latest = np.zeros(KEPT)
@@ -47,8 +48,8 @@ class _Ended:
 
 
 class Lengths:
-    """Output lengths of requests that ended by themselves, those with prompts of about the same length apart: documents
-    get other answers than questions."""
+    """Output lengths of requests that ended by themselves; separately for prompts of about the same length, since
+    documents get other answers than questions."""
 
     def __init__(self, first_guess: float = 128.0) -> None:
         self._first_guess = first_guess
@@ -56,7 +57,7 @@ class Lengths:
         self._like: dict[int, _Ended] = {}
 
     def ended(self, num_tokens: int, prompt_tokens: int) -> None:
-        """A request with such a prompt ended after so many tokens of output."""
+        """A request with a prompt of prompt_tokens ended after num_tokens of output."""
         self._all.add(num_tokens)
         self._like.setdefault(_size(prompt_tokens), _Ended()).add(num_tokens)
 
@@ -64,9 +65,9 @@ class Lengths:
         """[R] expected tokens still to come of requests with prompts of `prompt` [R] tokens (None: of any) that have
         `generated` [R] so far, whatever their limits.
 
-        The mean residual life: of the ended ones that were longer, how much longer they were. Where few were, what
-        counts is the rule for heavy tails that a request which lasted long will last about as long again (the mean
-        residual life of a Pareto distribution with exponent 2 is what has passed).
+        This is the mean residual life: by how much those of the ended requests that got longer did so. Where there were
+        few of these, it leans on a rule of thumb for heavy tails: a request that has lasted long will last about as
+        long again (under a Pareto distribution with exponent 2 the mean residual life equals what has passed).
         """
         out = self._all.left(generated, self._first_guess)
         if prompt is not None and len(self._like) > 1:
@@ -78,8 +79,8 @@ class Lengths:
         return out
 
     def mean(self, prompt: np.ndarray) -> float:
-        """Expected output of a request that has not begun, with one of the prompts of `prompt` [P] tokens; if there are
-        none, with any."""
+        """Expected output tokens of a request that has not begun, averaged over prompts of `prompt` [P] tokens; if
+        there are none, of a request with any prompt."""
         found = self.left(np.zeros(len(prompt)), prompt) if len(prompt) else self.left(np.zeros(1))
         return float(found.mean())
 
@@ -89,12 +90,14 @@ def _size(prompt_tokens: int) -> int:
 
 
 Halves = tuple[tuple[float, float], ...]
-"""Prompts in two classes, the shorter ones and the longer ones, so that each has about half of the tokens: (share of
-the tokens, length of the prompt that one of them belongs to, on average). One class where all are alike."""
+"""Prompts in two classes, the shorter and the longer ones, each with about half of all prompt tokens. For each class:
+(its share of the tokens, the length of the prompt that a token of it belongs to, on average). One class if all prompts
+have about the same length."""
 
 
 def halves(tokens: np.ndarray, squares: np.ndarray) -> Halves:
-    """Of sums [K] over prompts of about one length each, by rising length: their tokens, and the squares of these."""
+    """The classes, from sums over K groups of prompts of about the same length, by rising length: tokens [K] sums the
+    prompts' lengths, squares [K] the squares of their lengths."""
     tokens, squares = tokens[tokens > 0], squares[tokens > 0]
     if not len(tokens):
         return ()
@@ -109,25 +112,26 @@ def halves(tokens: np.ndarray, squares: np.ndarray) -> Halves:
 
 @dataclass(frozen=True)
 class Arriving:
-    """What comes, if it goes on as it has of late."""
+    """What will arrive, if requests go on arriving as they have of late."""
 
     per_s: float
-    """Requests."""
+    """Requests per second."""
     tokens_s: float
-    """Of their prompts."""
+    """Prompt tokens per second."""
     prompts: Halves
     most_tokens: float
-    """As many as have come so far: what has lasted some time is not taken to last for longer than that again."""
+    """The most prompt tokens that are expected to come: as many as have come so far, since what has lasted for some
+    time is not expected to last for longer than that again."""
 
 
 class Arrivals:
-    """Requests that came in the last SECONDS, each size of prompts by itself. What comes all at once says nothing of
-    what will follow: the BURSTS fullest seconds count as no fuller than the next one, or as one request. The longer
-    nothing comes, by the usual gap, the less is expected to."""
+    """Rates of arrival, from the requests of the last SECONDS, for each class of prompt lengths by itself. A burst says
+    nothing of what will follow it: the BURSTS seconds with the most requests count no more than the next one (but at
+    least as one request). The longer nothing comes, measured by the usual gap, the less is expected to come."""
 
     SECONDS = 30
     BURSTS = 2
-    ENDS = 0.15  # odds that a source ends rather than pauses for its usual gap
+    ENDS = 0.15  # odds that a source of requests has ended rather than pauses for its usual gap
 
     def __init__(self) -> None:
         self._seconds: deque[_Second] = deque()
@@ -136,7 +140,7 @@ class Arrivals:
         self._last: dict[int, int] = {}
 
     def add(self, now: float, prompt_tokens: int) -> None:
-        """One arrived."""
+        """A request arrived."""
         second = int(now)
         if self._begin is None:
             self._begin = second
@@ -170,8 +174,9 @@ class Arrivals:
         return Arriving(sum(number) / span, sum(tokens) / span, halves(np.array(tokens), np.array(squares)), most)
 
     def _alive(self, seconds: np.ndarray, last: np.ndarray, now: float, span: float) -> np.ndarray:
-        """[K] the chance that those who came in so many seconds [K], in the second `last` [K] for the last time, will
-        come again: Bayes, for a source that comes by chance and either goes on or has ended since the last one."""
+        """[K]: for each class, the chance that its source still goes on. It had requests in `seconds` [K] different
+        seconds, the last of them in second `last` [K]. By Bayes' rule, for a source whose requests come at random and
+        which either goes on or has ended since the last one."""
         silent = np.maximum(now - last - 1.0, 0.0)
         return 1 / (1 + self.ENDS * np.expm1(np.minimum(silent * seconds / span, 50.0)))
 
@@ -188,7 +193,7 @@ class _Second:
 
 
 class Past:
-    """The work of the last SPAN_S seconds or so of steps, and what it would have taken in each layout."""
+    """The work of about the last SPAN_S seconds of steps: how long it would have taken in each layout (`seconds`)."""
 
     SPAN_S = 30.0
 
@@ -198,7 +203,7 @@ class Past:
         self._here = 0.0
 
     def add(self, here: Layout, step_s: dict[Layout, float], steps: int) -> None:
-        """So many steps in layout `here`, each with its time in that and in others."""
+        """Add so many steps in layout `here`; step_s: the time of one of them in each layout."""
         fade = math.exp(-steps * step_s[here] / self.SPAN_S)
         for layout, value in step_s.items():
             self.seconds[layout] = self.seconds.get(layout, 0.0) * fade + steps * value
@@ -207,12 +212,12 @@ class Past:
 
     @property
     def step_s(self) -> float:
-        """The step that a moment of that time fell into, on average."""
+        """The length of the step that a random moment of that time falls into, on average."""
         return self._squares / self._here if self._here else 0.0
 
 
 class Outlook:
-    """What is known of a deployment's requests before they come, and while they run."""
+    """What to expect of a deployment's requests: their lengths and their arrivals."""
 
     def __init__(self) -> None:
         self.lengths = Lengths()

@@ -1,4 +1,4 @@
-"""Pages for the next tokens of running requests, and who gives way when there are none."""
+"""Finds pages for the next tokens of running requests, and preempts requests when there are none left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splash_trt.scheduler.switcher import Switcher
 
 
 class Growth:
-    """preempt: takes a request's cache from it and has it wait."""
+    """preempt: takes a request's cache away and puts it back into the queue."""
 
     def __init__(
         self, ledger: Ledger, switcher: Switcher, page_tokens: int, preempt: Callable[[Sequence], None]
@@ -25,12 +25,12 @@ class Growth:
         self._preempt = preempt
 
     def decodes(self, *, sent: int, now: float) -> np.ndarray:
-        """Slots that get one token in this step, each with a page for it. sent: the last plan made."""
+        """Slots that decode one token in this step; each has a page for it. sent: the last plan made."""
         s = self._slots
         ready = s.live & (s.computed == s.total - 1) & (s.computed >= s.admitted) & (s.total < s.limit)
         full = (ready & (s.computed >= s.pages * self._page_tokens)).nonzero()[0]
         if len(full):
-            if len(full) > self._ledger.directory.least_free():  # else there is a page for each, in any order
+            if len(full) > self._ledger.directory.least_free():  # otherwise all get their page, in whatever order
                 full = s.senior_first(full)
             full = full[self._ledger.grow(full) :]
         if len(full):
@@ -39,12 +39,13 @@ class Growth:
         return ready.nonzero()[0]
 
     def _squeeze(self, full: np.ndarray, ready: np.ndarray, sent: int, now: float) -> None:
-        """Room for one more page of each slot in `full`, senior ones first, the first of which found a rank without.
+        """Make room for one more page of each slot in `full`, senior ones first; a rank that the first one needs has no
+        page left.
 
-        ready [slots]: those that have to wait for their page are taken out; changed here.
+        ready [slots] bool, changed in place: slots that have to wait for their page are taken out.
         """
         s = self._slots
-        awaited = np.zeros(self._ledger.directory.num_ranks, np.int64)  # pages that are leaving and spoken for
+        awaited = np.zeros(self._ledger.directory.num_ranks, np.int64)  # leaving pages that earlier slots wait for
         while len(full):
             slot, full = int(full[0]), full[1:]
             self._make_room(slot, awaited, sent, now)
@@ -53,10 +54,11 @@ class Growth:
             full = full[self._ledger.grow(full) :]
 
     def _make_room(self, slot: int, awaited: np.ndarray, sent: int, now: float) -> None:
-        """Have pages given back until those that are leaving are enough for one more page of `slot`.
+        """Have pages given back until enough are leaving for one more page of `slot`.
 
-        A switch under way gives its room up first, then the most junior requests on the full rank theirs; the last of
-        these can be the request itself. awaited [N]: as in _squeeze; what this request waits for is added.
+        First a switch under way is aborted if that frees pages on the full rank, then the most junior requests there
+        are preempted, which may come to the request itself. awaited [N]: leaving pages that earlier slots wait for; the
+        pages that this slot waits for are added.
         """
         lacking = self._ledger.shortfall(slot)
         while (short := lacking > self._ledger.directory.leaving_pages() - awaited).any():

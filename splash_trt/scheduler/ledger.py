@@ -1,7 +1,7 @@
-"""Requests' slots and pages, and the changes to them that ranks have not been told of yet.
+"""Which slots and pages requests hold, and the changes to them that the next plan has to tell the ranks.
 
-The scheduler opens, grows and closes; a switch gives requests second placements and moves rows. Both do it here, so
-that what the next plan carries is always what the directory says.
+The scheduler opens, grows and closes requests here, and a switch gives them second placements and moves pages. As both
+do it through this class, the changes that plans carry always match the directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splash_trt.scheduler.slots import Slots
 
 
 class Changes(msgspec.Struct):
-    """For the next plan; arrays and columns as there."""
+    """Changes for the next plan, in the form of the plan's fields; opened: requests that have just got a slot."""
 
     tables: list[np.ndarray] = []
     target_tables: list[np.ndarray] = []
@@ -29,7 +29,8 @@ class Changes(msgspec.Struct):
 
 
 class Ledger:
-    """Slots, pages and pending changes. `closed_after` in the calls is the last plan sent."""
+    """Slots, pages and pending changes. In the calls, `closed_after` is the last plan sent: what is given back may be
+    used again when that plan has completed."""
 
     def __init__(self, limits: tuple[int, ...], max_slots: int, page_tokens: int) -> None:
         self.directory = Directory(limits)
@@ -41,7 +42,7 @@ class Ledger:
         self._closed: deque[tuple[int, int]] = deque()  # (last plan that may name it, slot), in the plans' order
 
     def open(self, sequence: Sequence, placement: Placement, target: Placement | None, num_pages: int) -> None:
-        """A slot and pages for a request that has none; there must be room."""
+        """Give a slot and pages to a request that has none; there must be room."""
         entry = self.directory.open(sequence.id, placement, target)
         slot = self.slots.open(sequence, placement.home, entry.index)
         self.running_at[placement.home] += 1
@@ -54,7 +55,7 @@ class Ledger:
         return self.directory[self.slots.sequence(slot).id]
 
     def most_junior_at(self, rank: int) -> int:
-        """The slot, of those whose requests have a page on `rank`, that is to give its cache up first."""
+        """The slot that is to give its cache up first, among those whose requests have a page on `rank`."""
         live = self.live()
         there = live[self.directory.present(rank, self.slots.entry[live])]
         assert len(there), f"rank {rank} is full, yet no request has a page there"
@@ -63,19 +64,20 @@ class Ledger:
         return int(last[self.slots.arrival[last].argmax()])
 
     def shortfall(self, slot: int) -> np.ndarray:
-        """[N] int64: pages that ranks lack for one more page of this slot's request."""
+        """[N] int64: how many pages each rank lacks for one more page of this slot's request."""
         need = self.directory.needed(self.slots.sequence(slot).id, 1)
         return np.maximum(need - self.directory.free_pages(), 0)
 
     def grow(self, slots: np.ndarray) -> int:
-        """One more page for each of these slots [n] from the first on, until some rank has none left; how many."""
+        """Give one more page to each of these slots [n], in order, until some rank has none left. Returns how many got
+        theirs."""
         count, added = self.directory.grow_each(self.slots.entry[slots])
         self._told(added, slots)
         self.slots.pages[slots[:count]] += 1
         return count
 
     def _told(self, added: Added, slots: np.ndarray) -> None:
-        """The next plan carries what the requests in `slots` got."""
+        """Note pages that the requests in `slots` got, for the next plan."""
         for changes, parts in (
             (added.tables, self._changes.tables),
             (added.target_tables, self._changes.target_tables),
@@ -84,7 +86,7 @@ class Ledger:
                 parts.append(_with_slots(changes, slots))
 
     def close(self, sequence: Sequence, *, closed_after: int) -> None:
-        """Slot and pages go back once no plan names them (see reclaim)."""
+        """Give a request's slot and pages back; they are free once no plan in flight names them (`reclaim`)."""
         slot = sequence.slot
         self.running_at[self.slots.home[slot]] -= 1
         self.slots.close(slot)
@@ -92,13 +94,13 @@ class Ledger:
         self.directory.close(sequence.id, step=closed_after)
 
     def reclaim(self, completed: int) -> None:
-        """Plan `completed` and all before it have completed on all ranks."""
+        """Plan `completed` and all before it have completed on all ranks: free what only they named."""
         self.directory.completed(completed)
         while self._closed and self._closed[0][0] <= completed:
             self.slots.release(self._closed.popleft()[1])
 
     def compact(self, rank: int, limit: int, budget_pages: int, *, step: int) -> int:
-        """Let plan `step`, the next one, move up to budget_pages of a rank's pages below `limit`; returns how many."""
+        """Have plan `step`, the next one, move up to budget_pages of a rank's pages below `limit`; returns how many."""
         moved = compact(self.directory, rank, limit, budget_pages, step=step)
         for m in moved:
             change = np.array([[rank, self._slot_of(m.request_id), m.page_index, m.new]], np.int32)
@@ -109,7 +111,7 @@ class Ledger:
         return len(moved)
 
     def retarget(self, slot: int, target: Placement) -> None:
-        """A second placement for a running request; there must be room."""
+        """Give a running request a second placement; there must be room."""
         changes = self.directory.retarget(self.slots.sequence(slot).id, target)
         self._changes.target_tables.append(_with_slots(changes, np.array([slot])))
 
@@ -124,7 +126,7 @@ class Ledger:
             self.running_at[home] += 1
 
     def drop_targets(self, *, step: int) -> None:
-        """Second placements are forgotten."""
+        """Forget all second placements."""
         for request_id in self.directory:
             if self.directory[request_id].target is not None:
                 self.directory.drop_target(request_id, step=step)
@@ -135,16 +137,16 @@ class Ledger:
         return self.slots.live.nonzero()[0]
 
     def take_changes(self) -> Changes:
-        """What the next plan has to carry; forgotten here."""
+        """The changes since the last call, for the next plan."""
         changes, self._changes = self._changes, Changes()
         return changes
 
     def keep_changes(self, changes: Changes) -> None:
-        """Take them back: no plan was made."""
+        """Undo take_changes: no plan was made."""
         self._changes = changes
 
     def check_idle(self) -> None:
-        """With no request left: everything was given back."""
+        """Asserts that everything was given back; to be called when no request is left."""
         self.directory.check()
         assert (self.directory.free_pages() == self.directory.limits()).all(), "pages were not given back"
         assert not self.slots.live.any() and not self._closed and not self.running_at.any()
@@ -154,11 +156,11 @@ class Ledger:
 
 
 def _with_slots(changes: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """[C, 4] as in Added -> the same with slots second, as plans have it."""
+    """[C, 4] as in Added, with the index into `slots` in column 1 replaced by the slot, as plans have it. In place."""
     changes[:, 1] = slots[changes[:, 1]]
     return changes
 
 
 def stacked(parts: list[np.ndarray]) -> np.ndarray:
-    """[C, 4] int32 of all parts."""
+    """All parts as one array [C, 4] int32."""
     return np.concatenate(parts) if parts else NO_TABLES

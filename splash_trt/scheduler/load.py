@@ -1,4 +1,4 @@
-"""What a policy looks at: the requests that run and wait, as plain numbers. R running requests, N ranks."""
+"""The load that a policy looks at: the running and waiting requests as plain numbers. R running requests, N ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from splash_trt.scheduler.forecast import Arriving
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A moment of a deployment. Tokens are cache rows."""
+    """The load at one moment. Tokens are counted as cache rows."""
 
     now: float
     layout: Layout
     num_ranks: int
     held: np.ndarray
-    """[R] rows that are computed."""
+    """[R] cache rows that are computed."""
     prefill: np.ndarray
-    """[R] known tokens that still have to be computed, the one that decodes not counted."""
+    """[R] prompt tokens that still have to be computed (after a preemption also output tokens)."""
     generated: np.ndarray
     """[R] tokens of output so far."""
     left: np.ndarray
@@ -29,14 +29,14 @@ class Load:
     home: np.ndarray
     """[R] owner or home; 0 in TP."""
     slots: np.ndarray
-    """[R] which requests they are."""
+    """[R] the requests' slots."""
     waiting_prompts: np.ndarray
-    """[W] tokens that each waiting request has to compute before its first new one, in the order of admission."""
+    """[W] tokens that each waiting request has to compute before its next new one, in the order of admission."""
     waiting_left: float
-    """Expected output of one of them."""
+    """Expected output tokens of a waiting request, on average."""
     arriving: Arriving
     used_pages: np.ndarray
-    """[N] pages that ranks hold, those that are leaving not counted, and those kept for requests that run."""
+    """[N] pages that ranks hold (without those that are leaving) or reserve for running requests."""
     budget_bytes: int
     """What a rank may send or receive for a switch in a step of 10 ms or less."""
 
@@ -50,12 +50,12 @@ class Load:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[N] float64: rows of the requests that each rank owns or is home to."""
+        """[N] float64: cache rows of the requests that each rank owns or is home to."""
         return np.bincount(self.home, self.held, self.num_ranks)
 
     @cached_property
     def held_tokens(self) -> int:
-        """Rows of all of them."""
+        """Cache rows of all running requests."""
         return int(self.held.sum())
 
     @cached_property

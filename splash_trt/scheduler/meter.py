@@ -1,4 +1,4 @@
-"""Measures what a switch costs the steps it runs in."""
+"""Measures how much a switch slows down the steps in which it moves something, and how long its commit stalls."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from splash_trt.layout.switch import Record
 from splash_trt.migration.budget import REFERENCE_STEP_S, Comparison
 from splash_trt.plan import Plan, StepResult
 
-KEPT = 16  # few, so that they are recent: contexts grow, and steps with them
-STILL_EVERY, FIRST_STILL = 8, 4  # of a switch's steps that could move something, one does not, to hold others against
-AROUND = 3  # steps on each side of it that it is compared with
-LEAST_AROUND = 2  # of them, that are like it
-EVERY = 4  # of the steps without a switch are looked at where their expected time has to be computed
+KEPT = 16  # times of still steps that are remembered: few, since steps get longer as contexts grow
+STILL_EVERY, FIRST_STILL = 8, 4  # one in 8 steps of a switch that could move something does not: the 4th, the 12th, …
+AROUND = 3  # a still step is compared with so many steps before it and so many after it,
+LEAST_AROUND = 2  # of which at least so many on each side must be of its kind and move something
+EVERY = 4  # one in 4 steps outside switches is measured, where its expected time has to be computed for that
 
 
 class _Step(NamedTuple):
     kind: tuple[int, int]
     time: float
-    """Seconds, or over those expected."""
+    """Seconds; or, where the expected seconds are known, their multiple."""
     num_bytes: float
     """As in Comparison."""
 
 
 class Meter:
-    """Steps that move something are held against like steps that move nothing.
+    """Compares steps that move something with steps of the same kind that move nothing ("still" steps).
 
-    Like are steps of one layout and about one size, or, once `expect` was told what a plan should take, of one layout
-    with or without prompts, each by its time over what it should have taken: steps differ by more than what is measured
-    here.
+    Steps differ among themselves by more than the slowdown that is measured here, so only steps of one kind are
+    compared: those of one layout and about one size. Once `expect` has told what each plan should take, a step's time
+    is divided by that, and a kind is one layout, with or without prompts.
 
-    For the budget, one step of a switch in STILL_EVERY moves nothing (m m m . m m m m m m m . m m m m …) and is
-    compared with its next AROUND on both sides alone. As they lie evenly around it, slow changes cancel, such as
-    contexts that grow; and what a switch costs however little moves, rows that are written twice and new rows that are
-    copied, is in both. Held against steps of before the switch, either would look like a cost of the bytes.
+    For the budget, one step of a switch in STILL_EVERY moves nothing (m m m . m m m m m m m . m m m m …), and is
+    compared only with the AROUND steps before it and the AROUND steps after it. As these lie evenly around it, slow
+    changes cancel, such as contexts that grow. And what a switch costs besides the bytes of the budget (rows that are
+    written twice, new rows that are copied) is in both. In a comparison with steps from before the switch, both would
+    look like a cost of the bytes.
     """
 
     def __init__(self) -> None:
@@ -62,17 +63,17 @@ class Meter:
         self._asked = 0
 
     def wants_still(self) -> bool:
-        """Asked for each plan that could move something: this one shall not."""
+        """Whether this plan, which could move something, should be a still one. To be asked once for each such plan."""
         self._asked += 1
         return self._asked % STILL_EVERY == FIRST_STILL
 
     def commit(self, step: int, record: Record) -> None:
-        """Plan `step` will be the first of the new layout; its gap is the record's stall."""
+        """Plan `step` will be the first one in the new layout; the record's stall is measured by the gap before it."""
         self._commit = (step, record)
 
     def step(self, plan: Plan, result: StepResult, num_bytes: int) -> Comparison | None:
-        """A completed step that moved num_bytes beside its rows, on the rank that moved most. With it, the step AROUND
-        before it may have become comparable."""
+        """Take in a completed step; num_bytes: what its busiest rank moved in the background. Returns a comparison if
+        the step that is AROUND steps back was a still one and can be compared now."""
         gap = max(status.gap_s for status in result.statuses) if result.statuses else None
         if self._commit is not None and plan.step >= self._commit[0]:
             if gap is not None and self._gaps and plan.step == self._commit[0]:
@@ -98,7 +99,8 @@ class Meter:
         return self._compared()
 
     def _compared(self) -> Comparison | None:
-        """The step in the middle of the latest, if it is a still one among like ones that moved something."""
+        """The comparison of the step in the middle of the latest ones with those around it, if it is a still one and
+        enough of them are of its kind and moved something."""
         if len(self._latest) <= 2 * AROUND or self._latest[AROUND].num_bytes or self._latest[AROUND].time <= 0:
             return None
         still, around = self._latest[AROUND], list(self._latest)
@@ -112,11 +114,12 @@ class Meter:
         return Comparison(middle - 1, num_bytes, spread * math.sqrt(1 + math.pi / 2 / len(times)))
 
     def _kind(self, plan: Plan) -> tuple[int, int]:
-        """Plans of one kind are alike."""
+        """The plan's kind; only steps of one kind are compared."""
         if self._expected is not None:
             return int(plan.layout), int(plan.only_decodes)
         return int(plan.layout), plan.num_tokens.bit_length()
 
     def slowdown(self) -> float | None:
-        """Median over this switch's moving steps of time / median time of like still steps, less 1; None if unknown."""
+        """Median over this switch's moving steps of time / median time of still steps of their kind, less 1; None if
+        there are none."""
         return median(self._ratios) - 1 if self._ratios else None

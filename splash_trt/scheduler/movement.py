@@ -1,8 +1,9 @@
-"""What a switch copies, plan by plan: rows and heads in the background under a budget, new rows as they are computed.
+"""Chooses what a switch copies in each plan: old cache rows and heads in the background, under a budget, and new rows
+as they are computed.
 
-A request that has a second placement is armed: from the first plan on that knows of it, each new cache row is written
-under both placements. Its backlog are the rows that were computed before; they move in the background, each once. So
-what is left to move only ever shrinks, however small the budget.
+A request with a second placement is armed: from the first plan on that knows of the second placement, each new cache
+row is written under both. The request's backlog is the rows that were computed before that. They move in the
+background, each once, so what is left to move only shrinks, however small the budget is.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ Move = tuple[int, int, int, int, int, int]
 
 
 class Movement:
-    """For one switch after the other; `forget` lies between two of them."""
+    """Serves one switch after another; `forget` is called between two of them."""
 
     def __init__(self, config: EngineConfig, ledger: Ledger, sizes: Sizes) -> None:
         self._config = config
         self._ledger = ledger
         self._sizes = sizes
         self._armed = np.zeros(config.max_running, np.bool_)  # [slots]
-        self._backlog = np.zeros(config.max_running, np.int64)  # [slots] rows
-        self._moved = np.zeros(config.max_running, np.int64)  # [slots] rows of the backlog, from the first on
-        self._heads: deque[WeightMove] = deque()
-        self._idle = True  # nothing has been armed or has to be brought since the last switch
-        self._planned_rows: list[tuple[int, Move]] = []  # with their slots
+        self._backlog = np.zeros(config.max_running, np.int64)  # [slots] number of rows
+        self._moved = np.zeros(config.max_running, np.int64)  # [slots] the first so many rows of the backlog are moved
+        self._heads: deque[WeightMove] = deque()  # still to be moved
+        self._idle = True  # there is no switch with an armed request or with heads to move
+        self._planned_rows: list[tuple[int, Move]] = []  # (slot, move)
         self._planned_heads: list[tuple[int, int, int, int, int]] = []
 
     # What is to be moved
@@ -52,12 +53,12 @@ class Movement:
         self._armed[slot] = False
 
     def bring(self, heads: list[WeightMove]) -> None:
-        """These parts of the head-cut tensors have to come in."""
+        """These parts of the head-cut tensors have to be moved."""
         self._idle = self._idle and not heads
         self._heads = deque(heads)
 
     def forget(self) -> None:
-        """The switch is over, or will not be."""
+        """The switch has been committed or aborted."""
         self._idle = True
         self._armed[:] = False
         self._heads.clear()
@@ -70,7 +71,7 @@ class Movement:
 
     @property
     def bytes_left(self) -> int:
-        """What still has to come in, at most, on the rank that gets most of it."""
+        """An upper bound on what still has to come in on the rank that gets most."""
         if self._idle:
             return 0
         live = self._ledger.live()
@@ -89,7 +90,7 @@ class Movement:
     # What the next plan carries
 
     def fill(self, budget_bytes: int, record: Record) -> bool:
-        """Choose what the next plan moves: rows of one request after the other, then heads. Whether there is any."""
+        """Choose what the next plan moves: rows of one request after another, then heads. False if nothing."""
         allowance = Allowance(budget_bytes, self._config.num_ranks)
         for slot in self._ledger.live().tolist():
             self._move_rows(slot, allowance, record)
@@ -100,13 +101,13 @@ class Movement:
         return bool(self._planned_rows or self._planned_heads)
 
     def drop_planned(self) -> None:
-        """The next plan moves nothing (yet)."""
+        """Forget what was chosen for the next plan."""
         self._planned_rows, self._planned_heads = [], []
 
     def take(self, record: Record | None) -> tuple[np.ndarray, np.ndarray]:
-        """([M, 6] int32, [K, 5] int64) for the next plan's `moves` and `weights`; what they move counts in the record.
+        """What `fill` chose, as Plan.moves [M, 6] int32 and Plan.weights [K, 5] int64; counted in the record.
 
-        Without those of requests that have given their cache up since `fill`: no plan may name it any more.
+        Rows of requests that gave their cache up since `fill` are left out: no plan may name their pages any more.
         """
         if not self._planned_rows and not self._planned_heads:
             return NO_MOVES, NO_WEIGHTS
@@ -120,7 +121,7 @@ class Movement:
         return moves, weights
 
     def armed(self, slots: np.ndarray) -> np.ndarray:
-        """[R] bool for a plan's rows."""
+        """Plan.armed, [R] bool, for rows of these slots."""
         return self._armed[slots]
 
     def late_moves(
@@ -132,10 +133,10 @@ class Movement:
         absorbed: np.ndarray,
         record: Record | None,
     ) -> np.ndarray:
-        """[M, 6] int32: new rows of armed requests, for the ranks of their targets that do not compute them.
+        """Plan.late_moves, [M, 6] int32: new rows of armed requests go to those ranks of the second placement that do
+        not compute them. Where every rank computes all tokens (tokens), every rank writes its own copy: none are sent.
 
-        tokens: where the plan's layout has them; slot, start, count, absorbed [R] of the plan's rows. Where tokens are
-        everywhere, every rank writes its own.
+        slot, start, count, absorbed: [R], as in the plan.
         """
         if self._idle:
             return NO_MOVES
@@ -150,7 +151,8 @@ class Movement:
     # One request, one tensor
 
     def _new_rows(self, slot: int, start: int, count: int, absorbed: bool) -> list[Move]:
-        """Rows start … start + count - 1 from where they are stored to the ranks of the target that lack them."""
+        """Rows start … start + count - 1, from where they are stored to the ranks of the second placement that lack
+        them."""
         entry = self._ledger.entry(slot)
         assert entry.target is not None
         moves: list[Move] = []
@@ -167,7 +169,7 @@ class Movement:
         return moves
 
     def _move_rows(self, slot: int, allowance: Allowance, record: Record) -> None:
-        """Rows of one request's backlog, page by page, from where the last plan left off."""
+        """Plan moves of one request's backlog, page by page, from where the last plan stopped."""
         size, unit = self._config.page_tokens, self._sizes.row_bytes
         entry = self._ledger.entry(slot)
         assert entry.target is not None
@@ -191,7 +193,7 @@ class Movement:
         self._moved[slot] = rows
 
     def _move_heads(self, move: WeightMove, allowance: Allowance) -> None:
-        """The first part of `move` that the budget allows; the rest goes back to wait."""
+        """Plan as much of `move` as the budget allows; the rest goes to the end of the queue."""
         size = self._sizes.itemsize
         count = min(move.end - move.begin, allowance.room(move.source, [move.target], size))
         if count > 0:

@@ -1,7 +1,8 @@
-"""The work ahead, cut into phases in which the batch hardly changes.
+"""Cuts the work ahead into phases in which the batch hardly changes.
 
-First the prompts that are known and the queue behind the running requests; then what runs decodes on, fewer and fewer.
-Requests that keep arriving are a part of every phase. R running requests, N ranks.
+The first phase has the prompts that are known and the queue behind the running requests. In the later ones the running
+requests decode on, and fewer and fewer are left. Requests that keep arriving are a part of every phase. R running
+requests, N ranks.
 """
 
 from __future__ import annotations
@@ -18,54 +19,56 @@ from splash_trt.scheduler.forecast import Arriving, Halves, halves
 from splash_trt.scheduler.load import Load
 
 LIVES = (0.0, 0.4, 1.5, 4.0)  # bounds of the decoding phases, in mean remaining lives of the running requests
-CUTS = 2  # of the queue, and of each part: up to four parts
-OTHERS = 2.0  # lengths of prompts that differ by less are not told apart by their order
-LEAST = 0.1  # of the tokens: a smaller part would change little, and may be chance
-PLACES = 64  # in the longest prompt
+CUTS = 2  # how often the queue is cut in two: into up to four parts
+OTHERS = 2.0  # it is cut only between parts whose prompt lengths differ by at least this factor,
+LEAST = 0.1  # and into parts with at least this share of the tokens: smaller ones change little, and may be chance
+PLACES = 64  # points of the longest prompt at which a distribution is evaluated
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Prompts to be computed in a phase."""
 
     tokens: float
+    """To be computed, of all prompts."""
     lengths: Halves
-    """Of those that the tokens belong to."""
+    """Lengths of the prompts that the tokens belong to."""
     owners: float = 1.0
-    """So many owners share the tokens evenly, in effect: one prompt has one."""
+    """The number of owners that would take as long if they shared the tokens evenly: 1 for a single prompt."""
     waiting: float = 0.0
-    """So many requests wait for room with them."""
+    """How many of the prompts are those of waiting requests."""
     farthest: float = 0.0
-    """How far into its prompt the one of them is that is farthest, on average, when each computes one of its own."""
+    """When each owner computes a prompt of its own: how far into its prompt the one that is farthest is, on average."""
     arriving_s: float = 0.0
-    """Tokens per second, where they are yet to come; 0: they are there."""
+    """For prompts that are yet to arrive: tokens per second; 0: they are there."""
 
     @cached_property
     def length(self) -> float:
-        """Of a prompt, on average."""
+        """Average length of a prompt."""
         return 1 / sum(share / length for share, length in self.lengths)
 
     def joining(self, seconds: float, tokens: float) -> float:
-        """So many of them come while others, which take so many seconds for so many tokens, are being computed, and
-        are computed as these are: a queue's busy period."""
+        """For arriving prompts: how many of their tokens are computed together with other prompts, which take `seconds`
+        for `tokens` tokens. These are the tokens that arrive meanwhile, and while those are computed, and so on: a
+        queue's busy period."""
         come = self.arriving_s * seconds
         return self.tokens if come >= tokens else min(self.tokens, come / (1 - come / tokens))
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A stretch of work, the same for all layouts. Requests are counted in fractions: they end by chance."""
+    """A stretch of work, the same for all layouts. Requests are counted in fractions, as they end by chance."""
 
     alive: np.ndarray
-    """[R]: the chance of each running request to take part, about half way."""
+    """[R]: the chance that each running request is still there half way through the phase."""
     context: np.ndarray
-    """[R]: its cache rows about half way."""
+    """[R]: cache rows of each running request half way through the phase."""
     joining: float
-    """Further requests that take part where there is room for them."""
+    """How many further requests take part, where the cache has room for them."""
     joining_context: float
-    """Cache rows of one of them, about half way through its life."""
+    """Cache rows of a joining request, about half way through its life."""
     answer: float
-    """Tokens of output of one of them."""
+    """Output tokens of a joining request."""
     tokens: float
-    """Output to be made by all of them."""
+    """Output tokens that all requests generate in the phase."""
     prompts: tuple[Prompts, ...]
     """In the order in which they are computed."""
     presence: float = 1.0
@@ -75,27 +78,28 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def held(self) -> np.ndarray:
-        """[R]: cache rows of each running request that takes part."""
+        """[R]: expected cache rows of each running request."""
         return self.alive * self.context
 
     @cached_property
     def running(self) -> float:
-        """So many of them take part."""
+        """How many of the running requests are still there."""
         return float(self.alive.sum())
 
     @cached_property
     def demand(self) -> float:
-        """Cache rows of all of them."""
+        """Cache rows of all running requests together."""
         return float(self.held.sum())
 
     @cached_property
     def longest(self) -> int:
-        """The most cache rows of one of them."""
+        """Cache rows of the longest running request."""
         return int(self.context.max(initial=0.0))
 
 
 class _Coming:
-    """Prompts that will come, in phases one after the other: no more in all than `arriving` is taken to last for."""
+    """Requests that will arrive during the phases, one phase after another; all together not more than
+    arriving.most_tokens."""
 
     def __init__(self, arriving: Arriving, step_s: float) -> None:
         self._arriving = arriving
@@ -104,17 +108,18 @@ class _Coming:
 
     @property
     def steps(self) -> float:
-        """For so many steps they will still come."""
+        """For how many steps requests will still arrive."""
         return self._left / max(self._arriving.tokens_s * self._step_s, 1e-9)
 
     def running(self, answer: float, after: float, steps: float) -> float:
-        """So many of those who come from now on, for `steps` steps, run after `after` steps, where a request makes
-        `answer` tokens on average: in the end as many as come during a life (Little's law), at first none."""
+        """How many of the requests that arrive during the next `steps` steps are running after `after` steps, where a
+        request generates `answer` tokens on average. At first none, in the end as many as arrive during the life of one
+        (Little's law)."""
         share = math.exp(-max(after - steps, 0.0) / answer) - math.exp(-after / answer)
         return self._arriving.per_s * self._step_s * answer * share
 
     def during(self, steps: float) -> tuple[Prompts, ...]:
-        """Those of so many steps."""
+        """The prompts that arrive during so many steps."""
         tokens = min(self._arriving.tokens_s * self._step_s * steps, self._left)
         self._left -= tokens
         coming = Prompts(tokens=tokens, lengths=self._arriving.prompts, arriving_s=self._arriving.tokens_s)
@@ -122,14 +127,14 @@ class _Coming:
 
 
 def phases_of(load: Load, step_s: float) -> list[Phase]:
-    """What is ahead. step_s: what a step takes now, which tells how many requests arrive meanwhile."""
+    """The phases ahead. step_s: how long a step takes now, which says how many requests arrive during so many steps."""
     coming = _Coming(load.arriving, step_s)
     found = [_prompts_first(load, coming)] if load.prompt_tokens else []
     return found + _decoding(load, coming) if load.running else found
 
 
 def _prompts_first(load: Load, coming: _Coming) -> Phase:
-    """The prompts that are known, and the output of those that wait."""
+    """The first phase: the prompts that are known, and the output of waiting requests."""
     prompts = np.concatenate([load.prefill[load.prefill > 0], load.waiting_prompts]).astype(np.float64)
     groups = _in_turn(prompts, load.num_ranks, CUTS)
     begun, ends = len(prompts) - load.waiting, np.cumsum([len(group) for group in groups])
@@ -149,7 +154,7 @@ def _prompts_first(load: Load, coming: _Coming) -> Phase:
 
 
 def _there(prompts: np.ndarray, waiting: float, num_ranks: int) -> Prompts:
-    """Of `prompts` [P], which are computed together; so many of them wait."""
+    """Prompts of lengths `prompts` [P], which are computed together; so many of them are waiting requests'."""
     ranked, owners = np.sort(prompts), _owners(prompts, num_ranks)
     return Prompts(
         tokens=float(prompts.sum()),
@@ -161,10 +166,11 @@ def _there(prompts: np.ndarray, waiting: float, num_ranks: int) -> Prompts:
 
 
 def _in_turn(prompts: np.ndarray, num_ranks: int, cuts: int) -> list[np.ndarray]:
-    """`prompts` [P] in their order, cut where lengths before and behind differ most, and each part again, `cuts` deep.
+    """Cuts `prompts` [P], in their order, where the lengths before and after the cut differ most, and then each part
+    again, `cuts` deep.
 
-    Differ most: in logarithmic length, squared, by the tokens of both. A part has enough to keep all owners busy: less
-    is computed beside what is before and behind it.
+    The difference is measured as the squared difference of logarithmic lengths times the tokens of both sides. A part
+    must have enough prompts to keep all owners busy: a smaller one would be computed along with its neighbours.
     """
     tokens, squares = np.cumsum(prompts), np.cumsum(prompts**2)
     before, behind = tokens[:-1], tokens[-1] - tokens[:-1]
@@ -183,7 +189,7 @@ def _in_turn(prompts: np.ndarray, num_ranks: int, cuts: int) -> list[np.ndarray]
 
 
 def _decoding(load: Load, coming: _Coming) -> list[Phase]:
-    """What runs decodes on, fewer and fewer."""
+    """The phases after the prompts: running requests decode on, and fewer and fewer are left."""
     found: list[Phase] = []
     context = load.held + load.prefill
     left, life = np.maximum(load.left, 1.0), float(load.left.mean())
@@ -192,7 +198,7 @@ def _decoding(load: Load, coming: _Coming) -> list[Phase]:
     going = [
         min(float(np.exp(-x * life / left).sum()) + coming.running(answer, x * life, come), 1.0) for x in LIVES[:-1]
     ]
-    # Work that has ended does not go on with those who come later: that is other work.
+    # Once no request is left, this work has ended: requests that come later are other work.
     ends = -np.diff([*np.minimum.accumulate(going), 0.0])
     for begin, end, ending in zip(LIVES[:-1], LIVES[1:], ends.tolist(), strict=True):
         steps, middle = (end - begin) * life, (begin + end) / 2 * life
@@ -215,8 +221,8 @@ def _decoding(load: Load, coming: _Coming) -> list[Phase]:
 
 
 def _owners(prompts: np.ndarray, num_ranks: int) -> float:
-    """So many owners share the tokens of `prompts` [P] evenly, in effect. Those above an even share are computed alone,
-    after the others: the short ones' share and the long ones' take turns."""
+    """The number of owners that would take as long for `prompts` [P] if they shared the tokens evenly. A prompt of more
+    than an even share occupies one owner, alone, after the short prompts are done by all."""
     total = float(prompts.sum())
     long = prompts > total / num_ranks
     longer = float(prompts[long].sum())
@@ -225,7 +231,8 @@ def _owners(prompts: np.ndarray, num_ranks: int) -> float:
 
 
 def _farthest(prompts: np.ndarray, owners: int) -> float:
-    """The largest, on average, of so many draws of a token's place in its prompt, from all tokens of `prompts` [P]."""
+    """The average of a maximum: draw a token from all tokens of `prompts` [P], `owners` times, and take the largest
+    position that one of them has in its prompt."""
     ranked = np.sort(prompts)
     places = np.arange(PLACES + 1) * (ranked[-1] / PLACES)
     shorter = ranked.searchsorted(places, side="right")
@@ -236,8 +243,8 @@ def _farthest(prompts: np.ndarray, owners: int) -> float:
 
 
 def homes_under(layout: Layout, load: Load) -> np.ndarray:
-    """[R]: owners or homes that the running requests would have: as they are where there are any, else dealt out, the
-    largest first, to and fro over the ranks."""
+    """[R]: owners or homes that the running requests would have under `layout`. They keep those they have; requests
+    that have none are dealt out to the ranks, the largest first, back and forth."""
     if SPECS[layout].placement is PlacementKind.REPLICATED:
         return np.zeros(load.running, np.int64)
     if SPECS[load.layout].placement is not PlacementKind.REPLICATED:

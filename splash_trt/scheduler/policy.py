@@ -1,8 +1,9 @@
-"""When to change the layout, and to which: compare.py says what a change would gain, this file whether to believe it.
+"""When to change the layout, and to which: compare.py estimates what a change would gain, this file decides whether
+that is enough to make it.
 
-The orchestrator asks every now and then and acts on the answer. A policy keeps what it learnt: how long steps take, and
-whether its last changes were worth it. What staying has lost since another layout began to look better counts for that
-one: so a change is put off, but not for ever.
+The orchestrator asks every now and then and acts on the answer. A policy remembers how long steps take and whether its
+last changes paid. While another layout looks better than the present one, what is lost by staying is added up and
+counts in favour of the change: so a change can be put off, but not for ever.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from splash_trt.scheduler.estimator import Estimator
 from splash_trt.scheduler.forecast import Past
 from splash_trt.scheduler.load import Load
 
-LOOK_S = 0.1  # between two looks at the load
-QUIET_LOOK_S = 0.5  # while hardly anything changes
-SAME = 0.1  # of the running requests: so many more or fewer are hardly a change
-HYSTERESIS = 0.03  # of the time ahead: a smaller gain is not worth being wrong about
-KNOWN = 0.01  # the same where both layouts have run such batches, and hardly anything comes
-SURE = 0.15  # of the time ahead: a larger gain needs no second look
-LOOKS = 3  # in a row that must agree on a smaller one
-DWELL_SWITCHES = 2.0  # a layout is kept for so many times what the switch away from it takes
-MIN_DWELL_S = 0.5
+LOOK_S = 0.1  # least time between two looks at the load
+QUIET_LOOK_S = 0.5  # the same while hardly anything changes
+SAME = 0.1  # a change of the running requests by less than this share is hardly a change
+HYSTERESIS = 0.03  # the least gain that is worth a change, as a share of the time ahead
+KNOWN = 0.01  # the same where both layouts have run such batches and hardly any request arrives
+SURE = 0.15  # a gain of more than this share of the time ahead needs no second look;
+LOOKS = 3  # for a smaller one, so many looks in a row must agree
+DWELL_SWITCHES = 2.0  # after a change, a layout is kept for so many times as long as the switch away from it takes,
+MIN_DWELL_S = 0.5  # and at least for so long
 MAX_DOUBT = 16.0
-PAID = 2**0.5  # doubt falls by so much with each change that paid: half of them do where the load turns on purpose
-CALM_S = 120.0  # without a change: doubt halves
-RETURN_CHANCE = 0.5  # that the load will soon want the present layout again
-RETURN_LOSS = 0.2  # of the time that coming back takes: what is lost meanwhile
-STEP_SPAN_S = 5.0  # over which the time of a step is averaged: steps with prompts come now and then
-OBSERVE_EVERY = {True: 8, False: 2}  # of the steps that only decode, and of those with prompts
+PAID = 2**0.5  # each change that paid divides the doubt by this (under a load that turns on purpose half of them pay)
+CALM_S = 120.0  # after so long without a change the doubt halves
+RETURN_CHANCE = 0.5  # the chance that the load will soon want the present layout again
+RETURN_LOSS = 0.2  # share of the way back's time that is lost by still being in the wrong layout
+STEP_SPAN_S = 5.0  # the time of a step is averaged over so long, since steps with prompts come only now and then
+OBSERVE_EVERY = {True: 8, False: 2}  # one in 8 steps that only decode is observed, and one in 2 of those with prompts
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Go to `layout`; owners: ranks by slot, of requests that change theirs in the same layout."""
+    """Go to `layout`; or stay in it and move some requests to other owners: owners is {slot: rank}."""
 
     layout: Layout
     why: str
@@ -51,9 +52,9 @@ class Decision:
 
 
 class Policy(Protocol):
-    """observe() is told of steps that completed; decide() is asked where wants_to_look() says that it may be worth it,
-    and answers None to stay; resume() tells that an operator had the say until now; expected_s() is what a plan's rows
-    should take, in seconds; explain() is for people."""
+    """observe() takes in each step that completed. wants_to_look() says whether decide() is worth calling; decide()
+    returns None to stay. resume() is called when an operator hands the decision back. expected_s() is the seconds that
+    a plan's rows should take. explain() says what the last look saw, for people to read."""
 
     def observe(self, plan: Plan, result: StepResult) -> None: ...
 
@@ -69,10 +70,10 @@ class Policy(Protocol):
 
 
 class Doubt:
-    """How much more than usual a change has to promise: doubled by each one that did not pay, halved by each that did,
-    and by time.
+    """`factor`: how many times the usual gain a change has to promise. Each change that did not pay doubles it, each
+    one that paid divides it by PAID, and each CALM_S without a change halves it.
 
-    A load that turns just after each change would otherwise be followed for ever, always too late.
+    Without doubt, a load that turns just after each change would be followed for ever, always too late.
     """
 
     def __init__(self) -> None:
@@ -84,10 +85,11 @@ class Doubt:
         self._changed = 0.0
 
     def changed(self, before: Layout, best: Candidate, here: Candidate, now: float) -> None:
-        """A change was decided on."""
+        """A change from layout `before` to `best` was decided on, which settles whether the change before it paid."""
         if self._open:
             back = best.layout is self._before
-            # What a change cost includes the way back, and what is lost until that is done.
+            # If this change undoes the last one, the way back is a part of what the last one cost, and so is what is
+            # lost until the way back is done.
             share = max(1 - best.costs[0] / max(here.costs[0], 1e-9), 0.0)
             lost = best.switch.cost_s + best.switch.seconds * share if back else 0.0
             paid = self._paid >= self._cost + lost
@@ -96,7 +98,7 @@ class Doubt:
         self._changed = now
 
     def looked(self, comparison: Comparison, load: Load, since_s: float) -> None:
-        """What the last change has brought during since_s: the old layout would have taken so much longer for it."""
+        """Add what the last change saved during the last since_s: how much longer the old layout would have taken."""
         if load.now - self._changed > CALM_S:
             self.factor, self._changed = max(self.factor / 2, 1.0), load.now
         here = comparison.candidates[0]
@@ -123,17 +125,15 @@ class CostPolicy:
         self._doubt = Doubt()
         self._past = Past()
         self._room = room
-        self._seconds = self._steps = 0.0  # of the latest steps
-        self._observed = {True: 0, False: 0}
+        self._seconds = self._steps = 0.0  # sums over recent steps that fade: their time, and how many they are
+        self._observed = {True: 0, False: 0}  # steps so far, by whether they only decode
         self._chunk = config.max_batch_tokens
-        self._arrived = 0
-        self._running = 0
-        self._looked = -1e9
-        self._changed = -1e9
-        self._wish: tuple[Layout, bool] | None = None
-        self._agreed = 0
-        self._missed = 0.0
-        self._last: tuple[Load, Comparison, str] | None = None
+        self._arrived = self._running = 0  # prompt tokens that had arrived, and requests that ran, at the last look
+        self._looked = self._changed = -1e9  # when the last look was, and when the last change was done
+        self._wish: tuple[Layout, bool] | None = None  # what looks better than staying (layout, by moving owners)
+        self._agreed = 0  # looks in a row that found the same wish
+        self._missed = 0.0  # seconds lost by not following it yet
+        self._last: tuple[Load, Comparison, str] | None = None  # the last look and its verdict
 
     def observe(self, plan: Plan, result: StepResult) -> None:
         if not plan.num_tokens:
@@ -153,14 +153,14 @@ class CostPolicy:
 
     @property
     def _step_s(self) -> float:
-        """What a step takes now, with and without prompts, on average."""
+        """The average time of recent steps, with and without prompts."""
         return self._seconds / self._steps if self._steps else 0.0
 
     def expected_s(self, plan: Plan) -> float:
         return self._cost.step_s(Batch.of(plan, self._num_ranks))
 
     def wants_to_look(self, now: float, running: int, arrived_tokens: int) -> bool:
-        """Whether what a look would see may have changed. arrived_tokens: of all prompts so far."""
+        """Whether the load may have changed since the last look. arrived_tokens: of all prompts so far."""
         since = now - self._looked
         if since < LOOK_S:
             return False
@@ -186,12 +186,14 @@ class CostPolicy:
         self._wish, self._missed = None, 0.0
         self._changed = load.now + best.switch.seconds
         self._doubt.changed(load.layout, best, comparison.candidates[0], load.now)
-        moved = best.homes != load.home if best.moves_owners else []
-        owners = {int(load.slots[i]): int(best.homes[i]) for i in range(load.running) if len(moved) and moved[i]}
+        owners = {}
+        if best.moves_owners:
+            homes = zip(load.slots.tolist(), load.home.tolist(), best.homes.tolist(), strict=True)
+            owners = {slot: after for slot, before, after in homes if after != before}
         return Decision(best.layout, reason(comparison, best, load), _kind(comparison, best, load), owners)
 
     def resume(self) -> None:
-        """What became of its own last change nobody knows any more; how long steps take it does know."""
+        """Forget the last change and look, which an operator has overridden. What was learnt of steps stays."""
         self._doubt, self._last, self._wish = Doubt(), None, None
         self._agreed, self._missed = 0, 0.0
         self._looked = self._changed = -1e9
@@ -205,7 +207,7 @@ class CostPolicy:
         return HYSTERESIS + known * (KNOWN - HYSTERESIS)
 
     def _verdict(self, comparison: Comparison, best: Candidate, load: Load, since_s: float) -> str | None:
-        """Why to stay; None to go to the best."""
+        """Why to stay; None to go to `best`."""
         here, now = comparison.candidates[0], load.now
         if best is here:
             self._wish, self._missed = None, 0.0
@@ -256,7 +258,7 @@ class CostPolicy:
 
 
 def reason(comparison: Comparison, best: Candidate, load: Load) -> str:
-    """One line for the switch's record."""
+    """Why the change is made, as one line for the switch's record."""
     here = comparison.candidates[0]
     counts = f"{load.running} running, {load.waiting} waiting"
     if load.prompt_tokens:
@@ -278,7 +280,7 @@ def _kind(comparison: Comparison, best: Candidate, load: Load) -> str:
 
 
 def _has_more_room(best: Candidate, here: Candidate) -> bool:
-    """So many more requests run at once that this is a reason by itself."""
+    """Whether so many more requests can run at once that this is a reason by itself."""
     return best.times[0].concurrency > here.times[0].concurrency * 1.05
 
 

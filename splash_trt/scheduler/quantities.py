@@ -1,10 +1,10 @@
-"""What a batch amounts to on each rank under each layout: the quantities in which work.py counts operations.
+"""Turns a batch into the quantities in which work.py counts operations, for each rank under each layout.
 
-Everything that a step costs is linear in these, so that a layout's operations are a table of numbers made once, and a
-batch a small matrix [len(QUANTITIES), N]. One column stands for all ranks where they all do the same (TP).
+Everything that a step costs is linear in these quantities. So a layout's operations are a table of numbers that is made
+once, and a batch is a small matrix [len(QUANTITIES), N]; one column where all ranks do the same (TP).
 
-Where only sums over requests are known, requests count as alike: a context is the mean context. What the layouts do
-with tokens and rows is that of runtime/{inputs,rounds,absorbed,expanded}.py.
+Where only sums over requests are known, all requests are taken to be alike, with the mean context. Which rank does what
+with tokens and rows follows runtime/{step_arrays,context_rounds,latent_attention}.py.
 """
 
 from __future__ import annotations

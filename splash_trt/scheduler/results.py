@@ -1,4 +1,4 @@
-"""What a step's result adds to its requests."""
+"""Adds a step's result to its requests: new tokens, log-probabilities, and which requests end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from splash_trt.scheduler.sequence import Sequence
 def take_in(
     plan: Plan, sequences: list[Sequence], result: StepResult, end: Callable[[Sequence, FinishReason], str | None]
 ) -> list[TokenDelta]:
-    """sequences: of the plan's rows. end: called for each request that ends with this step; returns the error to tell.
+    """Returns what to tell each request. sequences: those of the plan's rows. end: called for each request that ends
+    with this step; returns an error to tell its client, or None.
 
-    Most rows bring one token of a request that goes on and wants nothing else: they take the short way.
+    Most rows bring one token to a request that goes on and wants nothing else: these take a fast path.
     """
     deltas: list[TokenDelta] = []
     step, errors, add = result.step, result.errors, deltas.append
@@ -34,7 +35,7 @@ def take_in(
 
 
 def _wanted(plan: Plan, sequences: list[Sequence], result: StepResult) -> Iterator[tuple[Sequence, int, int, int]]:
-    """For every row with wanted positions: its sequence, the first one's token, the first one and the end of them."""
+    """For every row with wanted positions [begin, end): (its sequence, the token at begin, begin, end)."""
     tokens, count = result.token.tolist(), len(plan.want_index)
     if count == plan.num_rows == plan.num_tokens:
         return zip(sequences, tokens, range(count), range(1, count + 1), strict=True)
@@ -55,7 +56,7 @@ def _take(
     stop: int,
     end: Callable[[Sequence, FinishReason], str | None],
 ) -> TokenDelta:
-    """What wanted positions [begin, stop), all of one row, add to their request."""
+    """Add wanted positions [begin, stop), all of one row, to their request; returns what to tell it."""
     p = sequence.request.sampling
     scores: list[TokenLogprob] = []
     tokens: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Collects the rows of one step and turns them into a Plan."""
+"""Collects the rows of one step (a row is the tokens of one request) and turns them into a Plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowBuilder:
         slots.total[decodes] += 1
 
     def prefill(self, slot: int, count: int) -> None:
-        """The next `count` known tokens of a slot; the last known one is sampled from."""
+        """Add the next `count` known tokens of a slot. The step samples from a request's last known token."""
         slots, sequence = self._slots, self._slots.sequence(slot)
         start = int(slots.computed[slot])
         end = start + count
@@ -52,7 +52,7 @@ class RowBuilder:
         self.num_tokens += count
 
     def plan(self, step: int, changes: Changes, switcher: Switcher) -> Plan:
-        """The rows so far as plan `step`, with what the ledger and the switch have for it."""
+        """Plan `step` of the rows so far, the ledger's changes and what the switch moves."""
         config = self._config
         slot, start, count = self._rows()
         home = self._slots.home[slot]
@@ -77,7 +77,6 @@ class RowBuilder:
             want_index=_joined(self._want).astype(np.int32),
             want_target=_joined(self._target),
             counts=counts,
-            bucket=max(counts.tolist()),
             tables=stacked(changes.tables),
             sampling=_sampling(changes.opened),
             controls=encode_controls([_controls(s) for s in changes.opened if s.request.sampling.controlled]),

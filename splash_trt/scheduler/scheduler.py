@@ -1,17 +1,24 @@
-"""Decides what the next step computes. Runs on rank 0 only; nothing here waits, and nothing depends on chance.
+"""Decides what the next step computes. Runs on rank 0 only, never waits, and is deterministic.
 
-A step holds the decodes of all running requests, then chunks of the prompts that hold cache already, then of new ones,
-up to max_batch_tokens. When a rank's pages run out, the most junior request there gives its cache up and is recomputed
-later. Results come back up to plans_in_flight - 1 steps late; until then a running request is taken to go on.
+A step holds up to max_batch_tokens tokens: first one for each request that decodes, then chunks of the prompts of
+requests that hold cache already, then chunks of the prompts of requests that are admitted now. When a rank runs out of
+pages, the most junior request with pages there is preempted: it gives its cache up, waits again, and is recomputed
+later. Results come back up to plans_in_flight - 1 steps late; until then a running request is assumed to go on.
 
-Senior is who has the higher priority, then who arrived first. A request that waits for cache max_wait_s after its
-arrival, or comes to wait later than that, is overdue from then on: overdue requests are senior to all others, among
-themselves by arrival alone. So from the moment it is overdue a request waits, besides for switches that hold
-admissions, only for those that hold cache at that moment and for overdue ones that arrived earlier. Whoever arrived
-later neither gets cache before it nor takes cache from it. With n such requests, itself among them, it is done after at
-most 10 + 2 (plans_in_flight + 1) sum over them of (ceil(limit / r) + max_tokens + 1) steps, where limit is prompt and
-output together and r = max_batch_tokens - max_running + 1 the room that decodes always leave to prompts: the most
-senior of them never gives way, and freed pages are seen within twice the plans in flight.
+Seniority is priority, then arrival. A request becomes overdue if it still waits for cache max_wait_s after its arrival,
+or if it is preempted later than that. Overdue requests are senior to all others, and among themselves go by arrival
+alone.
+
+That bounds how long an overdue request can take. It waits for switches that hold admissions, for the requests that hold
+cache at the moment when it becomes overdue, and for overdue requests that arrived earlier. Requests that arrived later
+neither get cache before it nor take cache from it. Let S be all of these requests and the overdue one itself; besides
+what switches take, it is done after at most
+
+    10 + 2 (plans_in_flight + 1) * sum over S of (ceil(limit / r) + max_tokens + 1)   steps,
+
+where limit is a request's prompt and output together, and r = max_batch_tokens - max_running + 1 is the room that
+decodes always leave to prompts. For the most senior request of S is never preempted, and pages that are freed can be
+used after at most twice the plans in flight.
 """
 
 from __future__ import annotations
@@ -51,8 +58,8 @@ class InFlight(msgspec.Struct, frozen=True):
 
 class Scheduler:
     """sizes: what ranks hold under each residency. request_tokens: the longest request, prompt and output together,
-    that every allowed layout holds (memory/map.py). expected_output: of running requests, when new ones are placed;
-    None: by the lengths of those that ended (forecast.py)."""
+    that fits into the cache under every allowed layout (memory/map.py). expected_output: how many tokens running
+    requests will still generate, for placing new ones; None: estimated from requests that ended (forecast.py)."""
 
     def __init__(
         self,
@@ -86,7 +93,7 @@ class Scheduler:
         self._completed = 0
         self._now = 0.0
         self.preemptions = 0
-        """How often a request gave its cache up, to be computed again later."""
+        """How often a request was preempted so far."""
 
     @property
     def layout(self) -> Layout:
@@ -163,11 +170,11 @@ class Scheduler:
         self.switcher.request(goal, sent=self._step, now=self._now)
 
     def abort_switch(self, why: str) -> bool:
-        """Stay where we are; False if there is nothing to abort (any more)."""
+        """Stay in the present layout; False if no switch was under way or waiting that could still be stopped."""
         return self.switcher.stop(why, sent=self._step, now=self._now)
 
     def load(self, now: float) -> Load:
-        """What a policy looks at."""
+        """The present load, for the policy."""
         s, live = self._slots, self._ledger.live()
         total, prompt = s.total[live], s.prompt[live]
         generated = np.maximum(total - prompt, 0)
@@ -190,7 +197,7 @@ class Scheduler:
         )
 
     def owners(self, homes: dict[int, int]) -> dict[str, int]:
-        """Ranks by request id, of ranks by slot."""
+        """From {slot: rank} to {request id: rank}, without slots whose request has ended."""
         return {self._slots.sequence(slot).id: rank for slot, rank in homes.items() if self._slots.live[slot]}
 
     # One step
@@ -207,7 +214,8 @@ class Scheduler:
         plan = rows.plan(self._step + 1, changes, self.switcher)
         if plan.is_empty:
             self._ledger.keep_changes(changes)
-            self._reclaim()  # with nothing in flight, no result will come to give back what was preempted just now
+            # Requests that were preempted just now: with no plan in flight no result would come to free their pages.
+            self._reclaim()
             return None
         self._step += 1
         self._slots.last_row[plan.slot] = self._step
@@ -226,7 +234,7 @@ class Scheduler:
         return deltas
 
     def check_idle(self) -> None:
-        """With no request left: everything was given back."""
+        """Asserts that everything was given back; to be called when no request is left."""
         assert not self._sequences and not self._in_flight and not len(self._queue)
         self._ledger.check_idle()
 
@@ -238,7 +246,7 @@ class Scheduler:
         self._queue.push(sequence)
 
     def _recompute(self, sequences: list[Sequence]) -> None:
-        """These requests' cache is not to be trusted, and neither is what plans on their way make of it."""
+        """The cache of these requests is incomplete: ignore the results of plans in flight, and compute them again."""
         for sequence in sequences:
             if sequence.finish is None:
                 sequence.void_through, sequence.scored = self._step, sequence.reported
@@ -246,7 +254,7 @@ class Scheduler:
                     self._preempt(sequence)
 
     def _prompts(self, rows: RowBuilder) -> None:
-        """Chunks of prompts: of those that hold cache, senior ones first, and of waiting ones that get some now."""
+        """Add prompt chunks: of requests that hold cache, senior ones first, then of those that are admitted now."""
         s = self._slots
         begun = (s.live & (s.computed < s.admitted)).nonzero()[0]
         admits = len(self._queue) and s.any_free and not self.switcher.holds_admissions
@@ -266,11 +274,12 @@ class Scheduler:
                 rows.prefill(slot, count)
 
     def _admit(self, slots: list[int], need: list[int], room: int, alone: bool) -> None:
-        """Give cache to waiting requests in their order as long as the step has room for them; the first that finds
-        none in the cache holds up the rest.
+        """Give cache to waiting requests, in their order, as long as the step has room for prompt tokens. The first one
+        for which the cache has no room holds up those behind it.
 
-        slots, need: prompts of this step so far and their tokens; added to here. alone: an owner with less than an
-        even share of prompts takes one more although together there are enough for the step.
+        slots, need: the slots with prompts in this step and the tokens that each has to compute; admitted requests are
+        appended. room: prompt tokens of this step. alone: each prompt is computed on its owner alone, so a rank whose
+        prompts are less than an even share of the step is given another one even if the step is full.
         """
         num_ranks, total = self._config.num_ranks, sum(need)
         share = room // num_ranks
@@ -278,7 +287,7 @@ class Scheduler:
         loads = None
         while self._slots.any_free and (total < room or alone and (at < share).any()):
             sequence = self._queue.peek(self._now)
-            if sequence is None or sequence.last_row > self._done:  # preempted, and a token of it is still on its way
+            if sequence is None or sequence.last_row > self._done:  # it was preempted, and a plan with it is in flight
                 return
             loads = loads or RankLoads(self._slots, self._ledger.running_at, self._expected_output)
             num_tokens = len(sequence.tokens)
@@ -308,14 +317,10 @@ class Scheduler:
         self._ledger.open(sequence, placement, target, num_pages(len(sequence.tokens), self._config.page_tokens))
         self.switcher.opened(sequence.slot)
 
-    def compact(self, rank: int, limit: int, budget_pages: int) -> int:
-        """Let the next plan move up to budget_pages of a rank's pages below `limit`; returns how many."""
-        return self._ledger.compact(rank, limit, budget_pages, step=self._step + 1)
-
     # Ends
 
     def _ended(self, sequence: Sequence, reason: FinishReason) -> str | None:
-        """A request ended by itself; returns the error to tell."""
+        """A request ended by itself. Returns an error to tell its client, or None."""
         if reason is not FinishReason.ERROR:
             prompt = len(sequence.request.prompt)
             self.outlook.lengths.ended(len(sequence.tokens) - prompt, prompt)
@@ -337,9 +342,9 @@ class Scheduler:
 
     @property
     def _done(self) -> int:
-        """The last plan that has completed, which is the last one made when none is on its way."""
+        """The last completed plan; with none in flight that is the last plan made."""
         return self._completed if self._in_flight else self._step
 
     def _reclaim(self) -> None:
-        """Take back what the completed plans were the last to name."""
+        """Free the slots and pages that no plan in flight names any more."""
         self._ledger.reclaim(self._done)

@@ -1,9 +1,8 @@
-"""One request's life on rank 0, and the waiting ones in order."""
+"""A request as the scheduler knows it, from arrival to end, and the queue of those that wait for cache."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,14 +42,15 @@ class Sequence:
     reported: int = 0
     """Prompt positions whose log-probability has been told."""
     void_through: int = 0
-    """Results of plans up to this one are not this request's: they read cache rows that were lost, or were made before
-    it was put back to be computed again. A request that has ended takes none at all."""
+    """Results of plans up to this one are ignored: those plans read cache rows that were lost, or were made before the
+    request was sent back to be computed again. NEVER once the request has ended: all results are ignored."""
     finish: FinishReason | None = None
     id: str = ""
     first_total: int = 0
-    """Tokens with the first one of output."""
+    """Number of tokens, prompt included, once the first output token is there."""
     plain_below: int = 0
-    """While it has fewer tokens than this, another one ends it only if it is a stop; 0: it wants log-probabilities."""
+    """While the request has fewer tokens than this, its next token is plain: it wants no log-probabilities, and only a
+    stop token ends it. 0: the request wants log-probabilities, so that no token is plain."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -70,13 +70,13 @@ class Sequence:
         return (-self.seniority, self.arrival)
 
     def ends_here(self) -> FinishReason | None:
-        """Whether the last token known is its last."""
+        """Why the request ends with the last token it has; None: it goes on."""
         if self.tokens[-1] in self.stops:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
 
     def end(self, reason: FinishReason) -> None:
-        """No result is this request's any more."""
+        """From now on all results are ignored."""
         self.finish, self.void_through = reason, NEVER
 
     def known(self, begin: int, end: int) -> np.ndarray:
@@ -85,8 +85,9 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Sequences without cache, the one to admit next first: those that waited longer than max_wait_s by arrival, then
-    the others by priority and arrival. Removal is lazy."""
+    """Sequences that wait for cache, in the order in which they are to be admitted: overdue ones (max_wait_s after
+    their arrival) by arrival, then the others by priority and arrival. Removal is lazy: heaps may hold entries of
+    sequences that no longer wait, which `peek` skips."""
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
@@ -97,12 +98,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order."""
-        return iter(self._waiting.values())
-
     def tokens(self) -> np.ndarray:
-        """[W] of each of them, the one to admit next first: to be computed before its first new one."""
+        """[W] known tokens of each waiting request, in the order of admission: what it has to compute (again) before
+        its next new token."""
         lengths = (len(sequence.tokens) for sequence in sorted(self._waiting.values(), key=lambda s: s.key))
         return np.fromiter(lengths, np.int64, len(self._waiting))
 

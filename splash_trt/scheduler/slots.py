@@ -10,28 +10,31 @@ from splash_trt.scheduler.sequence import Sequence
 
 
 class Slots:
-    """Arrays [max_slots]; a slot's entries mean something while `live`.
-
-    total: tokens, those included that are sampled but not yet known here; admitted: tokens that were known at
-    admission (up to there rows carry ids, from there on they follow the sampler); computed: tokens whose rows are
-    planned; prompt: tokens of the prompt; limit: most tokens; entry: names its pages in the directory, of which pages
-    (how many) and home (owner or home rank) are copies; last_row: the last plan with a row of it; seniority and
-    arrival: its place among the others (Sequence.key).
-    """
+    """Arrays [max_slots]; a slot's entries are valid while it is `live`."""
 
     def __init__(self, max_slots: int) -> None:
         self.live = np.zeros(max_slots, np.bool_)
         self.total = np.zeros(max_slots, np.int64)
+        """Tokens, those included that plans in flight sample and whose ids are not known here yet."""
         self.admitted = np.zeros(max_slots, np.int64)
+        """Tokens that were known at admission: plans carry their ids; later ones are taken from the sampler."""
         self.computed = np.zeros(max_slots, np.int64)
+        """Tokens that are in a plan already."""
         self.prompt = np.zeros(max_slots, np.int64)
-        self.pages = np.zeros(max_slots, np.int64)
+        """Tokens of the prompt."""
         self.limit = np.zeros(max_slots, np.int64)
+        """The most tokens, prompt included."""
         self.entry = np.zeros(max_slots, np.int64)
+        """The index of the request's entry in the directory."""
+        self.pages = np.zeros(max_slots, np.int64)
+        """Number of pages, as in the directory."""
         self.home = np.zeros(max_slots, np.int32)
+        """Owner or home rank, as in the directory."""
         self.last_row = np.zeros(max_slots, np.int64)
+        """The last plan with a row of the request."""
         self.seniority = np.zeros(max_slots, np.int64)
         self.arrival = np.zeros(max_slots, np.int64)
+        """As in Sequence."""
         self.controlled = np.zeros(max_slots, np.bool_)
         """Live, and its SamplingParams are `controlled`."""
         self.sequences = np.full(max_slots, None, np.object_)  # Sequence or None
@@ -42,7 +45,7 @@ class Slots:
         return bool(self._free)
 
     def open(self, sequence: Sequence, home: int, entry: int) -> int:
-        """Give the sequence the lowest free slot and return it; it has no pages yet."""
+        """Give the sequence, which has no pages yet, the lowest free slot; returns the slot."""
         slot = heapq.heappop(self._free)
         self.live[slot] = True
         self.total[slot] = self.admitted[slot] = len(sequence.tokens)

@@ -1,9 +1,10 @@
-"""Rank 0's side of a switch: drives the state machine, before each plan as far as it goes (`advance`).
+"""Rank 0's side of a layout switch: before each plan, `advance` takes the switch through as many states as it can.
 
-What each plan copies is chosen in movement.py; pages come from the ledger; the states are listed in layout/switch.py.
+layout/switch.py lists the states; movement.py chooses what each plan copies; pages come from the ledger.
 
-`step` in the calls is the plan about to be made, `sent` the last one made, `completed` the last one completed on all
-ranks. Nothing here waits: a state that cannot go on is looked at again before the next plan.
+In the calls, `step` is the number of the plan about to be made, `sent` of the last plan made, and `completed` of the
+last plan that all ranks have completed. Nothing here waits: a switch that cannot go on is tried again before the next
+plan.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KEPT_RECORDS = 1000
 
 
 class Switcher:
-    """`layout` and `epoch` are those of the next plan."""
+    """Carries out one switch at a time. `layout` and `epoch` are those of the next plan."""
 
     def __init__(self, config: EngineConfig, ledger: Ledger, sizes: Sizes) -> None:
         self.layout: Layout = config.layout
@@ -55,22 +56,22 @@ class Switcher:
         self._target_pages = np.zeros(config.num_ranks, np.int64)  # [N], by owner or home, while a switch is under way
         self.budget_bytes = self._budget.bytes_per_step
         """What each rank may send, and may receive, for a switch in the plan made last; new rows come on top."""
-        self._last_work = 0  # the last plan that carries something to acknowledge
-        self._drain = 0  # the last plan that names what is to be given back
+        self._last_work = 0  # the last plan that ranks must complete before the switch may be committed
+        self._drain = 0  # the last plan that may name pages of the side that was given up (old or target)
 
     def expect(self, step_s: Callable[[Plan], float]) -> None:
         """step_s gives the seconds that a plan's rows should take: what slowdowns are measured against."""
         self._meter.expect(step_s)
 
     def begin_with(self, num_bytes: int) -> None:
-        """The budget of each switch that begins from now on, in place of EngineConfig.migration_bytes."""
+        """Bytes a step that switches begin with from now on, in place of EngineConfig.migration_bytes."""
         self._budget.begin_with(num_bytes)
 
-    # What others ask
+    # Questions
 
     @property
     def usual_bytes(self) -> int:
-        """What each rank may send, and may receive, in a step of 10 ms or less, by what is known now of the cost."""
+        """The present budget: what each rank may send, and may receive, in a step of 10 ms or less."""
         return self._budget.bytes_per_step
 
     @property
@@ -89,26 +90,27 @@ class Switcher:
 
     @property
     def holds_admissions(self) -> bool:
-        """While room is being made nobody new is let in."""
+        """No request is admitted while room is being made for the switch."""
         return self.state is State.PREPARING
 
     @property
     def attempt(self) -> int:
-        """For the plan: names the switch while its target tables are in use."""
+        """For the plan: the number of the switch while its target tables are in use, else 0."""
         return self._attempt if self.state in (State.PREPARING, State.MIGRATING, State.ARMED) else 0
 
     def target_for(self, placement: Placement) -> Placement | None:
-        """The second placement of a request that is admitted now."""
+        """The second placement of a request that is admitted now; None if it needs none."""
         if self._goal is None or self.state not in (State.MIGRATING, State.ARMED):
             return None
-        # A replica's pages become its owner's, so that free pages would not tell who owns how much.
+        # The future owner of a replicated request already holds its pages, as every rank does: free pages do not tell
+        # which rank will own how much, so target pages are counted here.
         home = int(np.argmin(self._target_pages / np.maximum(self._ledger.directory.limits(), 1)))
         return follow(placement, SPECS[self._goal.layout].placement, home)
 
-    # What others tell
+    # Orders and events
 
     def request(self, goal: Goal, *, sent: int, now: float) -> None:
-        """Go there as soon as can be; a switch under way to somewhere else is aborted first.
+        """Switch to `goal` as soon as possible. A switch to another goal that is under way is aborted first.
 
         ValueError if this deployment may not use the layout, or an owner is no rank or has nothing to own.
         """
@@ -125,14 +127,14 @@ class Switcher:
             return
         self._route.clear()
         if self._goal is not None and (self._goal.layout, self._goal.owners) == (goal.layout, goal.owners):
-            return  # on the way to somewhere else by way of it: stay there
+            return  # the present switch goes there only as a way station: it now ends there
         if self.state in ABORTABLE:
             self.abort(Abort.REPLACED, f"replaced: {goal.why}", sent=sent, now=now)
         if goal.layout is not self.layout or goal.owners:
             self._route.append(goal)
 
     def yields_room(self, rank: int) -> bool:
-        """Whether an abort would give pages of `rank` back."""
+        """Whether aborting the switch would free pages of `rank`."""
         if self.state not in ABORTABLE:
             return False
         directory = self._ledger.directory
@@ -144,11 +146,11 @@ class Switcher:
         return self._movement.take(self._record)
 
     def armed(self, slots: np.ndarray) -> np.ndarray:
-        """[R] bool for a plan's rows."""
+        """Plan.armed, [R] bool, for rows of these slots."""
         return self._movement.armed(slots)
 
     def late_moves(self, slot: np.ndarray, start: np.ndarray, count: np.ndarray, absorbed: np.ndarray) -> np.ndarray:
-        """[M, 6] int32 for a plan with these rows, [R] each."""
+        """Plan.late_moves, [M, 6] int32, of a plan with these rows, [R] each."""
         return self._movement.late_moves(SPECS[self.layout].tokens, slot, start, count, absorbed, self._record)
 
     def opened(self, slot: int) -> None:
@@ -160,7 +162,7 @@ class Switcher:
             self._movement.disarm(slot)
 
     def abort(self, kind: Abort, reason: str, *, sent: int, now: float) -> None:
-        """The old layout goes on, and nothing else is tried. Only before the commit."""
+        """Stay in the old layout, also if further switches were to follow. Only before the commit."""
         assert self._record is not None
         self._route.clear()
         self._machine.to(State.ABORTING, sent, now, self._record)
@@ -172,7 +174,8 @@ class Switcher:
         self._drain = sent
 
     def stop(self, reason: str, *, sent: int, now: float) -> bool:
-        """Stay in the present layout: nothing that waits to begin does. False if there is nothing to stop any more."""
+        """Stay in the present layout: abort the switch under way and forget those that wait to begin. False if there
+        was nothing to stop, or the switch is committed already."""
         waiting = bool(self._route)
         self._route.clear()
         if self.state in ABORTABLE:
@@ -181,10 +184,10 @@ class Switcher:
         return waiting
 
     def completed(self, plan: Plan, result: StepResult, *, sent: int, now: float) -> bool:
-        """A step's result: times for the record and the budget, and what ranks say of their copies.
+        """Take in a step's result: its times, for the record and the budget, and the ranks' statuses.
 
-        True: a copy of new rows failed in a plan that was on its way when the switch was committed, so the new layout
-        lacks them: the requests with armed rows in this plan have to be computed again.
+        True: copying new rows failed in a plan that was in flight when the switch was committed. The new layout lacks
+        these rows, so the requests with armed rows in this plan have to be computed again.
         """
         found = self._meter.step(plan, result, self._background_bytes(plan))
         if found is not None:
@@ -196,7 +199,7 @@ class Switcher:
         return bool(failed) and self.state is State.RETIRING and plan.attempt == self._attempt
 
     def _background_bytes(self, plan: Plan) -> int:
-        """What the busiest rank sent, received or copied within it; 0 for a plan that copies no more than new rows."""
+        """What the busiest rank sent, received or copied inside itself; 0 for a plan that copies only new rows."""
         if not len(plan.moves) and not len(plan.weights):
             return 0
         moved = plan.copied_bytes(self._config.num_ranks, self._sizes.row_bytes, self._sizes.itemsize)
@@ -205,9 +208,9 @@ class Switcher:
     # Before each plan
 
     def advance(self, *, step: int, sent: int, completed: int, now: float) -> None:
-        """Go as far as can be gone now, and collect what plan `step` shall move before its rows run."""
+        """Take the switch as far as it can go now, and choose what plan `step` moves before its rows run."""
         self._movement.drop_planned()
-        self._last_work = min(self._last_work, sent)  # a plan that came to nothing in the end was not made
+        self._last_work = min(self._last_work, sent)  # a plan that turned out empty was never sent
         self.budget_bytes = self._budget.in_time(self._movement.bytes_left, self._deadline - now, self._meter.step_s)
         if self.state in ABORTABLE and now > self._deadline:
             self.abort(Abort.DEADLINE, f"not done within {self._config.switch_deadline_s:g} s", sent=sent, now=now)
@@ -223,7 +226,7 @@ class Switcher:
             self._commit(sent, now)
 
     def _begin(self, goal: Goal, sent: int, now: float) -> None:
-        """Start towards `goal`, by way of DOP where the heads that come in need room that replicas take."""
+        """Begin the switch to `goal`: by way of DOP if the incoming heads need memory that replicated cache takes."""
         used = self._ledger.directory.live_pages() + reserve(self._ledger.running_at)
         if Layout.DOP in self._config.allowed_layouts and needs_way_station(
             self.layout, goal.layout, used, self._sizes
@@ -246,7 +249,8 @@ class Switcher:
             self._ledger.directory.set_limits(self._sizes.pages[Residency.FULL])
 
     def _prepare(self, step: int, sent: int, now: float) -> None:
-        """Second placements for all, and nothing left where the other ranks' heads will be."""
+        """Give every running request a second placement, and empty the top of the arena if heads will come there. When
+        both are done, migrating begins."""
         assert self._goal is not None and self._record is not None
         directory = self._ledger.directory
         if not self._retargeted:
@@ -265,12 +269,12 @@ class Switcher:
                     self.abort(Abort.NO_ROOM, why, sent=sent, now=now)
                 return
             if (need - live > directory.free_pages()).any():
-                return  # pages that are leaving are in the way
+                return  # there will be room once pages that are leaving are free
             for slot, target in targets:
                 self._ledger.retarget(slot, target)
                 self._movement.arm(slot)
                 self._count_target(slot)
-                self._last_work = step  # ranks have to know the target tables before they are switched to
+                self._last_work = step  # ranks must have the target tables before the commit
             self._retargeted = True
         pages = max(1, self.budget_bytes // self._sizes.page_bytes)
         above = directory.live_above()
@@ -298,13 +302,14 @@ class Switcher:
             entry = self._ledger.entry(slot)
             final = num_pages(sequence.limit, self._config.page_tokens)
             holdings.append(Holding(sequence.id, entry.placement, entry.num_pages, final))
-        last = self._route[-1] if self._route else self._goal  # a way station must not fill ranks up that will be small
+        # At a way station, ranks must not get more than they can hold at the end of the route.
+        last = self._route[-1] if self._route else self._goal
         limits = np.array(self._sizes.pages[SPECS[last.layout].residency])
         kind = SPECS[self._goal.layout].placement
         return list(zip(slots, choose_targets(kind, holdings, limits, self._goal.owners), strict=True))
 
     def _migrate(self, step: int, sent: int, now: float) -> None:
-        """As much as the budget allows."""
+        """Move as much as the budget allows in the next plan; when everything is in a plan, the switch is armed."""
         assert self._record is not None
         if self._meter.wants_still():
             return
@@ -315,7 +320,7 @@ class Switcher:
             self._machine.to(State.ARMED, sent, now, self._record)
 
     def _commit(self, sent: int, now: float) -> None:
-        """The next plan is the first of the new layout."""
+        """The next plan is the first one in the new layout."""
         assert self._goal is not None and self._record is not None
         self._ledger.commit_targets(step=sent)
         self._machine.to(State.RETIRING, sent, now, self._record)
@@ -327,7 +332,8 @@ class Switcher:
         self._drain = sent
 
     def _settle(self, sent: int, now: float) -> None:
-        """Nothing names the old state any more: the arena has the bounds of the layout that serves."""
+        """No plan in flight names pages of the side that was given up: the switch has ended, and the arena has the
+        bounds of the layout that serves."""
         assert self._record is not None
         self._ledger.directory.set_limits(self._sizes.pages[SPECS[self.layout].residency])
         self._record.slowdown = self._meter.slowdown()

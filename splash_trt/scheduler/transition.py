@@ -1,6 +1,6 @@
-"""What going from one layout to another would take from here: bytes between ranks, steps, seconds. Pure functions.
+"""Estimates what a switch of layouts would move: bytes between ranks, pages inside ranks, steps. Pure functions.
 
-The same rules as migration/diff.py, over sums instead of pages: tests hold the two against each other. N ranks.
+These are the rules of migration/diff.py applied to sums instead of single pages; tests compare the two. N ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splash_trt.layout.spec import SPECS, PlacementKind, Residency
 from splash_trt.migration.diff import Sizes
 from splash_trt.scheduler.meter import FIRST_STILL, STILL_EVERY
 
-FEW_STEPS = 4  # to be told of, to be acknowledged, to be committed
+FEW_STEPS = 4  # that a switch takes besides those that move something: ranks are told, acknowledge, commit
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -26,17 +26,18 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def busiest(self) -> float:
-        """What bounds the number of steps: a budget counts each way by itself."""
+        """The most that a rank sends or receives. It bounds the number of steps, as a budget counts each way apart."""
         return float(np.maximum.reduce(np.maximum(self.sent, self.received)))
 
     @property
     def both_ways(self) -> float:
-        """In and out together, at the rank that has most."""
+        """The most that a rank sends and receives together."""
         return float(np.maximum.reduce(self.sent + self.received))
 
 
 def row_traffic(source: PlacementKind, target: PlacementKind, rows: np.ndarray, row_bytes: int) -> Traffic:
-    """For rows [N] by owner or home, none of which changes its home."""
+    """Traffic of cache rows when their placement changes and no request changes its home. rows [N]: number of cache
+    rows by their request's owner or home."""
     n = len(rows)
     if source is target or source is PlacementKind.REPLICATED:
         return Traffic(sent=np.zeros(n), received=np.zeros(n))
@@ -53,7 +54,7 @@ def row_traffic(source: PlacementKind, target: PlacementKind, rows: np.ndarray, 
 
 
 def weight_traffic(source: Residency, target: Residency, sizes: Sizes) -> Traffic:
-    """Head-cut tensors of the other ranks come in."""
+    """Traffic of head-cut weights: going to FULL, every rank gets the other ranks' heads; else nothing moves."""
     own = sizes.head_bytes
     if source is target or target is Residency.SHARD:
         return Traffic(sent=np.zeros(len(own)), received=np.zeros(len(own)))
@@ -61,7 +62,7 @@ def weight_traffic(source: Residency, target: Residency, sizes: Sizes) -> Traffi
 
 
 def traffic(source: Layout, target: Layout, rows: np.ndarray, sizes: Sizes) -> Traffic:
-    """Rows and heads together; rows [N] by owner or home."""
+    """Cache rows and weights together; rows [N] by owner or home."""
     here, there = SPECS[source], SPECS[target]
     cache = row_traffic(here.placement, there.placement, rows, sizes.row_bytes)
     if here.residency is there.residency:
@@ -71,7 +72,7 @@ def traffic(source: Layout, target: Layout, rows: np.ndarray, sizes: Sizes) -> T
 
 
 def owner_traffic(rows: np.ndarray, home: np.ndarray, new_home: np.ndarray, num_ranks: int, row_bytes: int) -> Traffic:
-    """Requests that change their owner: rows, home, new_home [R]."""
+    """Traffic of requests that change their owner: rows, home, new_home [R]."""
     moved = home != new_home
     sent = np.bincount(home[moved], rows[moved] * row_bytes, num_ranks)
     received = np.bincount(new_home[moved], rows[moved] * row_bytes, num_ranks)
@@ -79,17 +80,18 @@ def owner_traffic(rows: np.ndarray, home: np.ndarray, new_home: np.ndarray, num_
 
 
 def compacted_pages(source: Layout, target: Layout, held_pages: np.ndarray, sizes: Sizes) -> int:
-    """Pages of the fullest rank that have to leave the top of the arena, at most, before heads can come in."""
+    """About how many pages the fullest rank has to copy away from the top of the arena before heads can come there."""
     here, there = SPECS[source], SPECS[target]
     if here.residency is there.residency or there.residency is Residency.SHARD:
         return 0
     before, after = (np.array(sizes.pages[residency]) for residency in (here.residency, there.residency))
-    # Pages are allocated lowest first, but where they are by now is anybody's guess: the share of the arena that goes.
+    # Pages are allocated lowest first, but after many requests they may lie anywhere: assume an even spread.
     return int(np.ceil(held_pages * (before - after) / np.maximum(before, 1)).max())
 
 
 def pages_meanwhile(source: Layout, target: Layout, pages: np.ndarray) -> np.ndarray:
-    """[N] pages of each rank while what is held lies as both layouts want it, each page once; `pages` [N] by home."""
+    """[N] pages that each rank holds during the switch, when pages lie where either layout wants them, each page once
+    on a rank. pages [N]: by owner or home."""
     kinds = {SPECS[source].placement, SPECS[target].placement}
     if PlacementKind.REPLICATED in kinds:
         return np.full(len(pages), pages.sum())
@@ -97,8 +99,8 @@ def pages_meanwhile(source: Layout, target: Layout, pages: np.ndarray) -> np.nda
 
 
 def needs_way_station(source: Layout, target: Layout, used_pages: np.ndarray, sizes: Sizes) -> bool:
-    """Whether heads find no room beside the replicas, so that these are forgotten first, in DOP. used_pages [N]: held,
-    and kept for those that run."""
+    """Whether the switch has to go by way of DOP: replicated cache leaves no room for the heads that come in, and in
+    DOP each request keeps only one copy. used_pages [N]: pages that are held or reserved for running requests."""
     here, there = SPECS[source], SPECS[target]
     if here.placement is not PlacementKind.REPLICATED or there.residency is not Residency.FULL:
         return False
@@ -106,6 +108,6 @@ def needs_way_station(source: Layout, target: Layout, used_pages: np.ndarray, si
 
 
 def steps_for(num_bytes: float, budget_bytes: int) -> int:
-    """Steps in which the busiest rank sends or receives num_bytes, with the still ones among them (see meter.py)."""
+    """How many steps the busiest rank takes to send or receive num_bytes, still steps included (see meter.py)."""
     moving = math.ceil(num_bytes / max(budget_bytes, 1))
     return moving + (moving + STILL_EVERY - FIRST_STILL - 1) // (STILL_EVERY - 1)

@@ -7,11 +7,11 @@ a b numbers of weights once. Routing is uniform: a rank computes its share of T 
 E (1 - (1 - k / E)^T) are touched; with experts cut inside, of all choices and all experts, each with its share of I.
 The slowest rank is the one with the largest shard, so shards count as that large.
 
-Launches are those of the kernels that GPUs have: a sum of all ranks' parts adds to the residual and norms as well,
-latents are normed, rotated and appended in one, decode attention that meets no rank ends in its values, and the shared
-expert runs beside the routed ones.
+Launches are counted as on GPUs, where kernels are fused: a sum over ranks also adds to the residual and norms it,
+latents are normed, rotated and appended in one launch, decode attention without exchange between ranks includes the
+value projection, and the shared expert runs on a side stream.
 
-What crosses ranks is counted as the bytes that the busiest rank sends or receives, whichever is more: an all-reduce is
+Communication is counted as the bytes that the busiest rank sends or receives, whichever is more: for an all-reduce
 2 (N - 1) / N of its tensor; gathers and scattered sums of spread tokens are padded to the largest count.
 
 The indexer (DeepSeek sparse attention), as this file takes it to be executed: its projections run wherever the token's
@@ -34,43 +34,44 @@ from splash_trt.models.config import LayerKind, ModelConfig
 from splash_trt.scheduler.quantities import INDEX, QUANTITIES, Quantities
 
 Terms = dict[str, float]
-"""Of a sum: by name of a quantity, how much each of it counts."""
+"""A weighted sum of quantities: {name of a quantity: its weight}."""
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "fp8": 1 + 4 / 128**2}
-"""Of one number of a weight; fp8 with its share of a block's scale."""
+"""Bytes of one number of a weight; fp8 includes its share of a block's scale."""
 WIDE = 4
-"""Bytes of a number of partial results, at least."""
+"""The least bytes of a number in partial results."""
 EXPERT_LOOP = "expert_loop"
-"""The operation whose launches are touched experts, for a runtime that has them one after the other."""
+"""The operation whose launches count touched experts, for a runtime that computes one expert after another."""
 PROMPT_LAUNCHES = 8.0
-"""On GPUs, so many launches' time prompts' context takes to be expanded, and as many to be attended to, at least: few
-programs, one tile after another."""
+"""On GPUs, expanding prompts' context takes at least as long as so many launches, and so does attending to it: there
+are few programs, and each goes through one tile after another."""
 SAMPLER_PASSES = 8
-"""Times that a shard's logits are read or written for one sampled position: noise, filter, choice, log-probability."""
+"""How often a shard's logits are read or written for a sampled position: noise, filter, choice, log-probability."""
 SAMPLER_COLUMNS = 5
-"""Float64 numbers that ranks tell each other of one sampled position."""
+"""Float64 numbers that ranks exchange for a sampled position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """All of one name in a step. A collective's bytes are those that cross; its launches are collectives."""
+    """All operations of one name in a step, over all layers. For a collective, bytes are those sent between ranks, and
+    launches the number of collectives."""
 
     name: str
     kind: str
-    """Of device.KINDS."""
+    """One of device.KINDS."""
     segment: str
-    """What ranks do between two meetings; a collective is one of its own."""
+    """The stretch between two collectives that the operation is in; a collective is a segment of its own."""
     format: str = ""
-    """Of the operands, for what multiplies."""
+    """The operands' format, for operations that multiply."""
     flops: Terms = field(default_factory=dict)
     bytes: Terms = field(default_factory=dict)
     launches: Terms = field(default_factory=dict)
-    """How many operations or collectives."""
+    """The number of launches, or of collectives."""
 
 
 class LayoutWork:
-    """The table of a model's operations under one layout. flops, bytes, launches: [operations, len(QUANTITIES)], which
-    times a batch's quantities give those of each operation on every rank."""
+    """The table of a model's operations under one layout. flops, bytes, launches: [operations, len(QUANTITIES)]; times
+    a batch's quantities they give each operation's numbers on every rank."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, layout: Layout, *, padded: bool = False) -> None:
         self.operations: tuple[Operation, ...] = tuple(_Table(model, config, layout).build())
@@ -90,7 +91,7 @@ def matrix(terms: Sequence[Terms]) -> np.ndarray:
 
 
 def row_bytes(model: ModelConfig, config: EngineConfig) -> float:
-    """Of one token's latent and rope part in one layer's cache."""
+    """Bytes of one token's latent and rope part in the cache of one layer."""
     name = config.formats.cache or config.dtype
     if name == "fp8":
         return model.kv_lora_rank * (1 + 4 / 128) + 2 * model.qk_rope_head_dim
@@ -141,7 +142,7 @@ class _Table:
 
     def _add(self, name: str, kind: str, segment: str, layers: int, launches: Terms | None = None, *,
              format: str = "", flops: Terms | None = None, bytes: Terms | None = None) -> None:  # fmt: skip
-        """Terms are those of one layer."""
+        """Add an operation that each of `layers` layers has once; terms are those of one layer."""
 
         def scaled(terms: Terms | None) -> Terms:
             return {quantity: layers * value for quantity, value in (terms or {}).items()}

@@ -1,4 +1,4 @@
-"""Time as simulated steps and arrivals make it pass."""
+"""The clock of a simulation, which simulated steps and arrivals advance."""
 
 from __future__ import annotations
 

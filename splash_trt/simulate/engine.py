@@ -1,4 +1,4 @@
-"""The ranks' side of a step without ranks: how long a plan takes by the cost model, and which tokens come out of it.
+"""Stands in for the ranks in a simulation: how long a plan takes by the cost model, and which tokens come out of it.
 
 It knows what the scheduler must not: after how many tokens each request ends.
 """

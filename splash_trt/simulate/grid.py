@@ -55,10 +55,10 @@ def seconds(
     return total
 
 
-def rooms(model: ModelConfig, config: EngineConfig, layouts: Sequence[Layout] = LAYOUTS) -> dict[Layout, Capacity]:
+def rooms(model: ModelConfig, config: EngineConfig) -> dict[Layout, Capacity]:
     """What each layout's cache holds, alone in its deployment; without those whose weights do not fit."""
     found = {}
-    for layout in layouts:
+    for layout in LAYOUTS:
         try:
             found[layout] = capacity(model, dataclasses.replace(config, layout=layout, layouts=()), layout)
         except ValueError:
@@ -97,10 +97,9 @@ def best_layouts(
     prompts: Sequence[int],
     contexts: Sequence[int],
     concurrencies: Sequence[int],
-    layouts: Sequence[Layout] = LAYOUTS,
 ) -> Map:
     """Ask for every point."""
-    found = rooms(model, config, layouts)
+    found = rooms(model, config)
     best = np.full((len(prompts), len(concurrencies), len(contexts)), NO_ROOM)
     gain = np.full(best.shape, np.inf)
     for p, y, x in np.ndindex(best.shape):

@@ -1,4 +1,4 @@
-"""What a simulated run is judged by."""
+"""The figures by which a simulated run is judged."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +137,12 @@ def tpot(plt: Any, model: ModelConfig, config: EngineConfig, cost: StepCost, tit
     return figure
 
 
-def best_map(
-    plt: Any, model: ModelConfig, config: EngineConfig, cost: StepCost, title: str, layouts: Sequence[Layout] = LAYOUTS
-) -> Any:
+def best_map(plt: Any, model: ModelConfig, config: EngineConfig, cost: StepCost, title: str) -> Any:
     """The best layout over concurrency and context, one panel a prompt length; paler where the next is hardly worse."""
     longest = config.context_of(model.max_positions)
     prompts = [prompt for prompt in PROMPTS if prompt < longest]
     contexts = [context for context in CONTEXTS if context <= longest]
-    found = best_layouts(
-        model, config, cost, prompts=prompts, contexts=contexts, concurrencies=CONCURRENCIES, layouts=layouts
-    )
+    found = best_layouts(model, config, cost, prompts=prompts, contexts=contexts, concurrencies=CONCURRENCIES)
     figure, axes = plt.subplots(
         1, len(prompts), figsize=(3.6 * len(prompts) + 1.4, 4.8), sharey=True, layout="constrained", squeeze=False
     )
@@ -160,7 +155,7 @@ def best_map(
         what = f"and a prompt of {_tokens(prompt)} tokens" if prompt else "decode only"
         axis.set_title(what, fontsize=10)
     axes[0][0].set_ylabel("running requests")
-    patches = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[layout], label=layout.name.lower()) for layout in layouts]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[layout], label=layout.name.lower()) for layout in LAYOUTS]
     patches.append(plt.Rectangle((0, 0), 1, 1, color="#DDDDDD", label="no room"))
     heading = "full colour:\n20 % faster\nthan the next,\nor alone in\nhaving room"
     figure.legend(handles=patches, loc="outside right center", frameon=False, title=heading)

@@ -1,4 +1,4 @@
-"""What a simulated run brought, collected step by step and reckoned by the hundred: no work for a single token.
+"""Collects a simulated run's results step by step and evaluates them hundreds of steps at a time, not token by token.
 
 R requests. Times in seconds.
 """

@@ -1,4 +1,4 @@
-"""Asks a running server for what is shown. http.client alone, which goes through no proxy and needs no event loop."""
+"""Asks a running server for what `splash-trt top` shows, by http.client: it uses no proxy, needs no event loop."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from splash_trt.frontend.beside import Beside
+from splash_trt.frontend.background import BackgroundThreads
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.metrics import Metrics
 from splash_trt.frontend.sampling import Defaults
@@ -39,7 +39,7 @@ def _serving(tokenizer: Recorder) -> Serving:
         defaults=Defaults(),
         tool_parser="none",
         reasoning_parser="none",
-        beside=Beside(),
+        background=BackgroundThreads(),
     )
 
 
@@ -68,9 +68,9 @@ def test_token_ids_stay_as_they_are() -> None:
 def test_a_process_that_ends_does_not_wait_for_what_is_encoded() -> None:
     code = (
         "import asyncio, time\n"
-        "from splash_trt.frontend.beside import Beside\n"
+        "from splash_trt.frontend.background import BackgroundThreads\n"
         "async def main():\n"
-        "    await asyncio.wait_for(Beside().run(lambda: time.sleep(60)), 0.1)\n"
+        "    await asyncio.wait_for(BackgroundThreads().run(lambda: time.sleep(60)), 0.1)\n"
         "try:\n"
         "    asyncio.run(main())\n"
         "except TimeoutError as error:\n"
@@ -84,9 +84,9 @@ def test_a_process_that_ends_does_not_wait_for_what_is_encoded() -> None:
 
 def test_what_runs_beside_the_loop_gives_its_result_or_its_error() -> None:
     async def both() -> None:
-        beside = Beside()
-        assert await asyncio.gather(*(beside.run(lambda n=n: n * n) for n in range(9))) == [n * n for n in range(9)]
+        background = BackgroundThreads()
+        assert await asyncio.gather(*(background.run(lambda n=n: n * n) for n in range(9))) == [n * n for n in range(9)]
         with pytest.raises(ZeroDivisionError):
-            await beside.run(lambda: 1 // 0)
+            await background.run(lambda: 1 // 0)
 
     asyncio.run(both())

@@ -10,6 +10,7 @@ import pytest
 from splash_trt.llm import LLM
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.request import Request, SamplingParams
+from tests.oracles.checked_scheduler import compact_pages
 from tests.oracles.simulated_ranks import Outputs
 from tests.oracles.tiny_models import make_model
 
@@ -92,7 +93,7 @@ def test_compaction_in_mid_generation_changes_no_token(
             table = [engine.scheduler.directory[name].table[:, rank] for name in engine.scheduler.directory]
             limit = sum(int((column >= 0).sum()) for column in table)
             before = _above(engine, rank, limit)
-            found = engine.scheduler.compact(rank, limit, budget_pages=2)
+            found = compact_pages(engine.scheduler, rank, limit, budget_pages=2)
             assert found <= 2 and _above(engine, rank, limit) == before - found
             moved[rank] += found
 
@@ -119,7 +120,7 @@ def test_a_fallen_limit_is_kept_from_then_on(
                 pool.set_limit(limit)
         if calls >= 7:
             for rank in range(ranks):
-                scheduler.compact(rank, limit, budget_pages=1)
+                compact_pages(scheduler, rank, limit, budget_pages=1)
             above = sum(_above(engine, rank, limit) for rank in range(ranks))
             assert not cleared or above <= cleared[-1]
             cleared.append(above)
@@ -142,7 +143,7 @@ def test_a_plan_with_copies_and_no_rows_runs(folder: Path) -> None:
             outputs.take(engine.step())
         for _ in range(2):
             engine.step()
-        moved = sum(engine.scheduler.compact(rank, limit=4, budget_pages=9) for rank in range(2))
+        moved = sum(compact_pages(engine.scheduler, rank, limit=4, budget_pages=9) for rank in range(2))
         for request in requests:
             engine.cancel(request.id)
         for _ in range(4):

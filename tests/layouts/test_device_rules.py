@@ -43,7 +43,7 @@ class OneCapture:
 def test_only_work_beside_the_step_is_joined(tmp_path: Path, shared: int) -> None:
     folder = write_model(tmp_path, n_shared_experts=shared)
     expected = continuations(folder)
-    with device_ranks((2, 4)), patch("splash_trt.runtime.program.Beside", OneCapture):
+    with device_ranks((2, 4)), patch("splash_trt.runtime.program.SideStream", OneCapture):
         assert continuations(folder) == expected
 
 

@@ -225,7 +225,7 @@ def test_an_async_step_begins_when_the_one_before_has_ended(tmp_path: Path) -> N
         "want_target": np.zeros(0, np.int64),
         "absorbed": np.zeros(0, np.bool_),
     }
-    plans = [Plan(step=step, epoch=0, layout=Layout.TP, bucket=0, **rows, **wide) for step in (1, 2)]
+    plans = [Plan(step=step, epoch=0, layout=Layout.TP, **rows, **wide) for step in (1, 2)]
     for plan in plans:
         tracer.planned(plan, "steady", None, 0.0)
     for plan, now in zip(plans, (1.0, 2.0), strict=True):

@@ -102,7 +102,6 @@ def plan_of(slots: dict[int, Slot], opened: Sequence[int]) -> Plan:
         token=empty.astype(np.int64),
         want_target=empty.astype(np.int64),
         counts=empty,
-        bucket=0,
         sampling=sampling,
         controls=encode_controls([slots[slot].told(slot) for slot in opened if slots[slot].controlled]),
         controlled=np.array(controlled, np.int32),

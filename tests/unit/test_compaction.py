@@ -10,7 +10,7 @@ from splash_trt.cache.directory import Directory
 from splash_trt.cache.placement import Placement
 from splash_trt.config import Layout
 from splash_trt.layout.spec import PlacementKind
-from tests.oracles.checked_scheduler import CheckedScheduler, request
+from tests.oracles.checked_scheduler import CheckedScheduler, compact_pages, request
 from tests.oracles.simulated_ranks import expected_tokens
 
 
@@ -104,7 +104,7 @@ def test_compacting_between_steps_changes_no_token(layout: Layout, plans_in_flig
     moved = 0
     while not c.idle:
         for rank in range(2):
-            moved += c.scheduler.compact(rank, limit=10, budget_pages=2)
+            moved += compact_pages(c.scheduler, rank, limit=10, budget_pages=2)
         c.step()
     c.scheduler.check_idle()
     assert moved > 2
@@ -121,7 +121,7 @@ def test_a_request_cancelled_with_its_copies_not_yet_sent(plans_in_flight: int) 
     while "first" not in c.outputs.finish:
         c.step()
     c.step()
-    assert c.scheduler.compact(0, limit=3, budget_pages=9) > 0
+    assert compact_pages(c.scheduler, 0, limit=3, budget_pages=9) > 0
     c.cancel("victim")
     c.add(heir)
     c.run()

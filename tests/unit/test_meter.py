@@ -28,7 +28,6 @@ def plan(step: int, tokens: int = 4, layout: Layout = Layout.TP) -> Plan:
         want_index=ints[:0],
         want_target=np.zeros(0, np.int64),
         counts=np.array([tokens], np.int32),
-        bucket=tokens,
     )
 
 

@@ -48,7 +48,6 @@ def plans(draw: st.DrawFn) -> Plan:
         want_index=_array(draw, INT32, np.int32, rows=wants),
         want_target=_array(draw, INT64, np.int64, rows=wants),
         counts=_array(draw, INT32, np.int32),
-        bucket=draw(INT32),
         sampling=_array(draw, sampling, SAMPLING_DTYPE),
         controls=_array(draw, st.integers(0, 255), np.uint8),
         controlled=_array(draw, INT32, np.int32),
@@ -89,7 +88,6 @@ def _plan(**changes: Any) -> Plan:
             "want_index": np.array([0, 3], np.int32),
             "want_target": np.array([SAMPLE, SAMPLE], np.int64),
             "counts": np.array([6], np.int32),
-            "bucket": 6,
             **changes,
         }
     )

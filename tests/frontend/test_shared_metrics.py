@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from splash_trt.frontend import together
+from splash_trt.frontend import shared_metrics
 from splash_trt.frontend.member import Member
 from splash_trt.frontend.metrics import Metrics
 from splash_trt.link import Frames, Status, SwitchReport
@@ -85,12 +85,12 @@ def test_who_takes_a_dead_ones_place_goes_on_from_its_counts(tmp_path: Path) -> 
 
 def test_a_rate_of_one_that_is_gone_is_none(tmp_path: Path) -> None:
     gone, there = member(tmp_path, 0), member(tmp_path, 1)
-    own = gone._together.publish()
+    own = gone._shared.publish()
     rate = next(family for family in own.requests if family.name == "splash_output_tokens_per_second")
     rate.samples = [(rate.name, {}, 40.0)]
-    for age_s, told in ((0.0, 40.0), (together.STALE_S + 1, 0.0)):
+    for age_s, told in ((0.0, 40.0), (shared_metrics.STALE_S + 1, 0.0)):
         own.now_s = time.monotonic() - age_s
-        (tmp_path / "counts-0").write_bytes(together.msgspec.msgpack.encode(own))
+        (tmp_path / "counts-0").write_bytes(shared_metrics.msgspec.msgpack.encode(own))
         assert total(there, "splash_output_tokens_per_second") == told
         assert (("process_open_fds", (("frontend", "0"),)) in values(there)) == (told > 0)
 

@@ -1,4 +1,4 @@
-"""Work that runs beside what follows it: on a second stream of a GPU, and at once where there are no streams."""
+"""A second CUDA stream for work that may overlap with what follows it; on a CPU that work is done at once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from contextlib import contextmanager
 import torch
 
 
-class Beside:
-    """What is enqueued under `run` may take place at any time from there to `join`. Each `join` is of one `run`: a
-    stream that is captured cannot wait for another that it has given nothing to.
+class SideStream:
+    """Work that is enqueued inside `with run():` may overlap with what is enqueued after it, until `join`. Call `join`
+    once after each `run`: while a graph is captured, a stream cannot wait for one that has been given no work.
 
-    Memory that it allocates is safe to use after `join` and dead at the next `run`, by which time everything that was
-    enqueued before has happened.
+    Memory that is allocated inside `run` may be used after `join`, until the next `run`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """A stream for what is urgent (True), whose programs start before those of others that wait for room, and one
-        for what is not."""
+        """There are two side streams. Kernels on the urgent one (True) start before others that wait for a free
+        multiprocessor."""
         cuda = device.type == "cuda"
         self._streams = {u: torch.cuda.Stream(device, priority=-int(u)) for u in (False, True)} if cuda else {}
         self._used = False

@@ -1,4 +1,4 @@
-"""Work beside the event loop that an ending process does not wait for."""
+"""Runs blocking work in threads, so that the event loop goes on; a process that ends does not wait for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 MAX_AT_ONCE = 2  # a long text takes a hundred times its size in memory while it is encoded
 
 
-class Beside:
+class BackgroundThreads:
     """Like asyncio.to_thread, but a few at a time, and in threads that do not keep the process from ending."""
 
     def __init__(self) -> None:
@@ -42,5 +42,5 @@ class Beside:
                 with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(settle, result, error)
 
-            threading.Thread(target=work, name="beside the loop", daemon=True).start()
+            threading.Thread(target=work, name="background", daemon=True).start()
             return await future

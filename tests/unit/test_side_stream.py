@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from splash_trt.runtime.beside import Beside
+from splash_trt.runtime.side_stream import SideStream
 
 LOG: list[str] = []
 
@@ -38,19 +38,19 @@ def test_each_join_waits_for_the_stream_of_its_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    beside = Beside(torch.device("cuda", 0))
+    side = SideStream(torch.device("cuda", 0))
     for urgent in (False, True, True, False):
         LOG.clear()
-        with beside.run(urgent=urgent):
+        with side.run(urgent=urgent):
             LOG.append("work")
-        beside.join()
+        side.join()
         name = "urgent" if urgent else "other"
         assert LOG == [f"{name} waits for main", f"into {name}", "work", "back", f"main waits for {name}"]
 
 
 def test_without_streams_work_is_done_at_once() -> None:
-    beside, done = Beside(torch.device("cpu")), []
-    with beside.run(urgent=True):
+    side, done = SideStream(torch.device("cpu")), []
+    with side.run(urgent=True):
         done.append(1)
-    beside.join()
+    side.join()
     assert done == [1]

@@ -1,4 +1,4 @@
-"""What several frontends of one engine have counted, as one answer, whichever of them is asked.
+"""Metrics of several frontends of one engine, added up: whichever is scraped, the answer is for all of them.
 
 Each leaves what it has counted in a file, once a second and when it is asked, and whoever is asked adds up what is in
 the files. So no total ever falls, wherever the questions go: Prometheus would take that for a new start. A frontend
@@ -59,7 +59,7 @@ class Registries:
         self.state = CollectorRegistry()
 
 
-class Together(Collector):
+class SharedMetrics(Collector):
     """All of a frontend's metrics; with `member`, those of its siblings as well. Any thread may use it."""
 
     def __init__(self, registries: Registries, member: Member | None) -> None:
