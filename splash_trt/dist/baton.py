@@ -1,8 +1,8 @@
-"""Ranks as threads of one process of which one runs at a time.
+"""Takes turns between ranks that are threads of one process: one of them runs at a time.
 
-The running rank holds the baton. When it has to wait for another rank it passes the baton to the next rank, in rank
-order from its own, that can go on. So what happens in which order depends on nothing but the program, and no two ranks
-fight for the interpreter lock. Rank 0 holds the baton at the start and may be the thread that made it.
+The running rank holds the baton. When it has to wait for another rank, it hands the baton to the next rank (in rank
+order from its own) that can go on. So the order of events depends on the program alone, and ranks do not compete for
+the interpreter lock. Rank 0 holds the baton at the start; its thread may be the one that made the Baton.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from splash_trt.dist.collectives import RankFailure
 
 @dataclass(frozen=True)
 class Wait:
-    """Why a rank does not run."""
+    """What a rank that does not run waits for."""
 
     what: str
-    """For messages, such as "all_gather (its 17th collective)"."""
+    """For messages, such as "all_gather (collective 17)"."""
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
-    """The ranks that have not done what is waited for."""
+    """The ranks that have not yet done what this rank waits for."""
     idle: bool = False
-    """A wait that is no sign of trouble, however long."""
+    """Whether the wait may take any time, as one for work does: no deadline."""
 
 
 class Baton:
-    """`size` ranks. A rank that waits for `deadline_s` during which no other handed over ends the world."""
+    """The baton of `size` ranks. If a rank waits and nobody has handed the baton over for `deadline_s`, the rank ends
+    the world: every rank's present or next call raises RankFailure. Waits that are `idle` have no deadline."""
 
     def __init__(self, size: int, deadline_s: float) -> None:
         self._size = size
@@ -38,18 +39,18 @@ class Baton:
         self._handed_over = time.monotonic()
         self._waits: list[Wait | None] = [None] * size
         self._finished = [False] * size
-        # One token in a rank's queue wakes it. Written by the holder alone, or by whoever ends the world.
+        # An item in a rank's queue wakes it. Only the holder puts one there, or the rank that ends the world.
         self._gates: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(size)]
         self._failure: tuple[int, str, BaseException | None] | None = None
 
     def begin(self, rank: int) -> None:
-        """First call of a rank's thread, except rank 0's if that holds the baton from the start."""
+        """Waits for the baton: the first call of each rank's thread, but not of one that made the Baton as rank 0."""
         while self._holder != rank:
             self._gates[rank].get()
             self.check()
 
     def wait(self, rank: int, wait: Wait) -> None:
-        """Lets others run until wait.ready(). Raises RankFailure when the world ends meanwhile or nobody can go on."""
+        """Lets others run until wait.ready(). Raises RankFailure when the world has ended, or no rank can go on."""
         self.check()
         if wait.ready():
             return
@@ -66,7 +67,7 @@ class Baton:
         self._waits[rank] = None
 
     def finish(self, rank: int) -> None:
-        """The rank's program has ended; it takes no more part."""
+        """The rank's program has ended: hands the baton over for good."""
         self._finished[rank] = True
         self._hand_over(rank)
 
@@ -92,7 +93,8 @@ class Baton:
                 self._holder = other
                 self._gates[other].put(None)
                 return
-        # Nobody can go on. Idle waits alone are the end of rank 0, which others learn of here.
+        # Nobody can go on. If all waits are idle, rank 0 has ended without telling the others, which is reported to
+        # them here; any other wait says more about the cause.
         stuck = [wait for wait in self._waits if wait is not None]
         stuck.sort(key=lambda wait: wait.idle)
         if not all(self._finished):

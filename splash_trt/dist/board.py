@@ -1,7 +1,7 @@
-"""The board: one row of numbers per rank, saying where the rank is, that all ranks of a node can read at any moment.
+"""The board: one row of numbers per rank that says what the rank is doing; all ranks of a node can read it at any time.
 
-Rows are written with plain 8-byte stores and read without a lock: a reader may see a row half way between two states,
-which is good enough to name the rank that others wait for. Ranks write through `Watch`.
+Rows are written with plain 8-byte stores and read without a lock. A reader may see a row that is partly updated, which
+is good enough for its purpose: to name the rank that others wait for. Ranks write their rows through `Watch`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Row:
     pid: int
     step: int
     counter: int
-    """Collectives entered since the start; equal on ranks that are equally far."""
+    """Collectives entered since the start; equal on ranks that have got equally far."""
     phase: Phase
     layer: int
     since_ns: int
     """When the phase was entered."""
     beat_ns: int
-    """When the rank's watchdog last ran; stops when the process is stopped or killed. 0: no watchdog yet."""
+    """When the rank's watchdog last ran, which it does several times a second unless the process is stopped or killed.
+    0: it has not run yet."""
 
     @property
     def place(self) -> str:
@@ -101,7 +102,7 @@ def _read(rank: int, cells: memoryview) -> Row:
 
 
 class Watch:
-    """A rank's hand on its own row. Every call is a few stores; none waits."""
+    """Writes a rank's own row. Every call is a few stores; none waits."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self.board = board
@@ -122,7 +123,7 @@ class Watch:
         return _read(self.rank, self._cells)
 
     def scheduling(self) -> None:
-        """Rank 0 makes a plan or takes a result in; until the next step or `end_step`."""
+        """Rank 0 makes a plan or processes a result, until `begin_step` or `end_step`."""
         self._outer = int(Phase.SCHEDULING)
         self._set(self._outer)
 
@@ -132,27 +133,27 @@ class Watch:
         self._set(self._outer)
 
     def layer(self, index: int) -> None:
-        """The layer that runs now; NO_LAYER outside them."""
+        """The layer that runs now; NO_LAYER outside of layers."""
         self._cells[_LAYER] = index
 
     def end_step(self) -> None:
-        """The rank has nothing to do until the next plan: no deadline runs."""
+        """The rank has nothing to do until the next plan, which has no deadline."""
         self._cells[_LAYER] = NO_LAYER
         self._outer = int(Phase.IDLE)
         self._set(self._outer)
 
     def enter(self, phase: Phase) -> None:
-        """Begins an exchange with other ranks; not nested. Collectives are counted, messages are not: only rank 0
-        sends those."""
+        """Begins an exchange with other ranks, until `leave`; not nested. Collectives are counted; messages are not,
+        since only rank 0 sends them and counters must be comparable between ranks."""
         self._cells[_COUNTER] += Phase.ALL_REDUCE <= phase <= Phase.ALL_TO_ALL
         self._set(phase)
 
     def leave(self) -> None:
-        """Ends what `enter` began: the rank is again what it was outside."""
+        """Ends what `enter` or `idle` began: the rank is in the phase before it again."""
         self._set(self._outer)
 
     def idle(self) -> None:
-        """Like `enter`, for a wait that may be as long as it likes; ends with `leave`."""
+        """Begins a wait that has no deadline, until `leave`."""
         self._set(Phase.IDLE)
 
     def ending(self) -> None:
@@ -160,16 +161,16 @@ class Watch:
         self._set(self._outer)
 
     def failed(self) -> None:
-        """For the others' last words: this rank is the cause."""
+        """This rank has failed: when the others end, they name it as the cause."""
         self._outer = int(Phase.FAILED)
         self._set(self._outer)
 
     def detach(self) -> None:
-        """The board's memory is about to go: later calls reach nobody."""
+        """The board's memory is about to be freed: later calls write to a private copy of the row."""
         self._cells = memoryview(bytearray(self._cells.tobytes())).cast("q")
 
     def beat(self) -> None:
-        """The watchdog's sign of life."""
+        """Called by the watchdog, as a sign of life."""
         self._cells[_BEAT] = time.monotonic_ns()
 
     def _set(self, phase: int) -> None:

@@ -1,9 +1,9 @@
-"""The exchanges of data between the ranks of one model, as the runtime sees them.
+"""The collective operations between the ranks of one model, as the runtime sees them.
 
-Three implementations: MPI on CPU tensors, threads of one process (tests, and LLM without MPI), NCCL on GPUs.
-Every rank makes the same calls in the same order; `counts` and shapes are known to all of them from the plan, so no
-size is ever sent. A rank with nothing to give or to get still calls. Sums are taken in float32 or wider and in rank
-order where the implementation can choose.
+Implementations: MPI on CPU tensors; MPI by way of the host's memory, for ranks that share a GPU; threads of one process
+(tests, and LLM without MPI); NCCL on GPUs. Every rank makes the same calls in the same order. All of them know `counts`
+and shapes from the plan, so no size is ever sent. A rank with nothing to send or receive calls all the same. Sums are
+taken in float32 or wider, and in rank order unless a library chooses the order (NCCL).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class RankFailure(RuntimeError):
-    """Another rank failed or did not come within the deadline; `rank` is the one to look at, -1 if unknown."""
+    """A rank failed or missed a deadline; `rank` is the one to look at, -1 if unknown."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -23,13 +23,14 @@ class RankFailure(RuntimeError):
 
 
 class Collectives(Protocol):
-    """Rank `rank` of `size`. N below is `size`. Inputs are contiguous and not changed unless said."""
+    """The operations, called by rank `rank` of `size`. Inputs are contiguous, and are not changed unless said so."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of every rank's x, any shape, the same on all ranks. May reuse x's memory: x is dead afterwards."""
+        """The sum of all ranks' x, which has any shape, the same on all ranks. The result may be in x's memory: do not
+        use x afterwards."""
         ...
 
     def all_gather(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

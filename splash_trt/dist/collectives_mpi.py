@@ -1,7 +1,7 @@
-"""The collectives over MPI, on CPU tensors, without a copy on the way in or out.
+"""The collectives over MPI on CPU tensors, sent from and received into the tensors' own memory.
 
-MPI only moves elements here, of whatever type has the right width, and never adds: see exchange.py. Calls block; a
-rank that others wait for in vain is named by the watchdog, not here.
+MPI only moves elements here, as integers of the same width, and never adds them: see exchange.py. Calls block without a
+deadline; it is the watchdog that ends a rank which waits for too long.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from mpi4py import MPI
 from splash_trt.dist.board import Watch
 from splash_trt.dist.exchange import ExchangeCollectives
 
-# Only the width matters, for moves.
+# By bytes per element: for a move, only the width matters.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
-# A count is a C int.
+# MPI's counts are C ints.
 MAX_ELEMENTS = 2**31 - 1
 
 
 class MpiCollectives(ExchangeCollectives):
-    """A `Collectives` on a private copy of `comm`; the constructor and `close` are collective."""
+    """A `Collectives` on a duplicate of `comm`; the constructor and `close` are collective."""
 
     def __init__(self, comm: MPI.Intracomm, watch: Watch) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), watch)
         self._comm = comm.Dup()
 
     def close(self) -> bool:
-        """Gives the communicator back; True: that is done."""
+        """Frees the communicator. True, as NcclCollectives.close returns if it succeeded."""
         self._comm.Free()
         return True
 
@@ -49,7 +49,7 @@ class MpiCollectives(ExchangeCollectives):
 
 
 def _buffer(x: torch.Tensor) -> tuple[np.ndarray, int, MPI.Datatype]:
-    """x's own memory as mpi4py takes it. Through bytes, since numpy has no bf16."""
+    """x's memory as mpi4py takes it; viewed as bytes, since numpy has no bf16."""
     assert x.device.type == "cpu" and x.is_contiguous(), (x.device, x.stride())
     return x.reshape(-1).view(torch.uint8).numpy(), x.numel(), _TYPES[x.element_size()]
 

@@ -1,10 +1,10 @@
 """The collectives over torch.distributed, on GPU tensors with NCCL; ranks find each other through MPI.
 
 On a GPU a call returns when its work is enqueued on the current stream, and results are ready in that stream's order.
-So a rank that hangs shows at the next synchronisation with the host, not here. Bytes move with grouped sends and
-receives, which take uneven counts as they are, and with NCCL's own all_gather where counts are even. An all_reduce is
-NCCL's where that rounds once, whatever its order: float32 and wider, and 16-bit floats between two ranks. 16-bit floats
-of more ranks are added here, in float32.
+So a rank that hangs is noticed at the next synchronisation with the host, not here. Data is moved by grouped sends and
+receives, which can have uneven counts, or by NCCL's own all_gather where counts are even. An all_reduce is NCCL's own,
+except for 16-bit floats of more than two ranks: NCCL would round each partial sum to 16 bits. These are added here in
+float32, and rounded once.
 
 The same code runs on a CPU with the backend "gloo", which is how it is tested where no GPU is.
 """
@@ -32,7 +32,8 @@ CLOSE_S = 20.0
 class NcclCollectives(ExchangeCollectives):
     """A `Collectives` over the ranks of `comm`, one per process; the constructor and `close` are collective.
 
-    `device` is this rank's GPU and becomes its current one. Makes torch's default process group: one at a time.
+    `device` is this rank's GPU and becomes its current one. Makes torch's default process group, so a process can have
+    only one at a time.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class NcclCollectives(ExchangeCollectives):
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
-            # Connects all ranks now. Else the first exchange would have to, in which some may have nothing to send.
+            # Connects all ranks now. Otherwise the first exchange would, where ranks with nothing to send do not call.
             device_id=device if on_gpu else None,
         )
 
     def close(self, deadline_s: float = CLOSE_S) -> bool:
-        """Ends the group; False if it has not ended by the deadline, and goes on trying on a thread of its own.
+        """Ends the group. False if it has not ended by the deadline: a thread goes on trying.
 
-        CUDA graphs that hold its work must be gone: it would wait for them for ever.
+        CUDA graphs that contain the group's work must be gone: ending it would wait for them for ever.
         """
         ending = threading.Thread(target=self._end, name="end of NCCL", daemon=True)
         ending.start()
@@ -100,7 +101,8 @@ class NcclCollectives(ExchangeCollectives):
 
 
 def _store(comm: MPI.Intracomm, timeout: datetime.timedelta) -> dist.Store:
-    """A store on rank 0, whose address the others learn through MPI. On one host nobody else can reach it."""
+    """A store on rank 0, whose address the others learn through MPI. If all ranks are on one host, it listens on the
+    loopback address only."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     one_host = node.Get_size() == comm.Get_size()
     node.Free()

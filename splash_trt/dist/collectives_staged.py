@@ -1,7 +1,7 @@
 """The collectives over MPI for GPU tensors, which go through the host's memory: for ranks that share a GPU.
 
-NCCL refuses two ranks on one GPU. These are slow, and only loading and fallbacks use them: the steps of ranks on one
-host meet inside kernels (runtime/peers_cuda.py).
+NCCL refuses two ranks on one GPU. These are slow, but only loading and fallbacks use them: in the steps of ranks on one
+host, data is exchanged inside kernels (runtime/peers_cuda.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from splash_trt.dist.collectives_mpi import MpiCollectives
 
 
 class StagedCollectives(MpiCollectives):
-    """Blocking, in the order of the current stream. `device` becomes this rank's current one."""
+    """Calls block until the exchange is done, after what is on the current stream. `device` becomes this rank's current
+    one."""
 
     def __init__(self, comm: MPI.Intracomm, watch: Watch, device: torch.device) -> None:
         super().__init__(comm, watch)

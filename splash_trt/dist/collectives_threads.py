@@ -1,8 +1,8 @@
 """The collectives between threads of one process: for tests, and for models served without MPI.
 
 One rank runs at a time (see baton.py). The last rank to arrive at a collective computes the results for all, in rank
-order, and goes on; results are new memory for each rank. What MPI would answer with a hang or with garbage is an error
-here, at once: ranks in different collectives, or with shapes, dtypes or counts that contradict each other.
+order, and goes on; each rank's results are in new memory. Mistakes that would make MPI hang or deliver garbage are an
+error here, at once: ranks in different collectives, or with shapes, dtypes or counts that contradict each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Call:
     inputs: list[torch.Tensor]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """What all ranks must share of the input's shape."""
+    """The part of the input's shape that must be the same on all ranks."""
     counts: tuple[int, ...] = ()
     recv_shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass
 class Meeting:
-    """The one collective that is going on: ranks cannot be further apart than one."""
+    """The one collective that is going on. One is enough, since no rank leaves it before all have arrived."""
 
     size: int
     number: int = 0
@@ -53,7 +53,7 @@ class Meeting:
         return [rank for rank in range(self.size) if rank not in self.calls]
 
     def complete(self) -> None:
-        """Computes every rank's results; the next collective may begin while they are still to be fetched."""
+        """Computes every rank's results. The next collective may begin before all ranks have fetched them."""
         self.results = _compute([self.calls[rank] for rank in range(self.size)])
         self.calls = {}
         self.number += 1
@@ -124,7 +124,7 @@ def _ints(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compute(calls: list[Call]) -> dict[int, list[torch.Tensor]]:
-    """Results per rank, in new memory each."""
+    """Each rank's results, in new memory."""
     first = calls[0]
     ranks = range(len(calls))
     if first.phase is Phase.ALL_REDUCE:
@@ -140,7 +140,7 @@ def _compute(calls: list[Call]) -> dict[int, list[torch.Tensor]]:
 
 
 def _delivered(calls: list[Call], source: int, target: int) -> torch.Tensor:
-    """A copy of what `source` sends to `target`, if `target` expects that."""
+    """A copy of what `source` sends to `target`; RankFailure if `target` expects another shape or dtype."""
     part, expected = calls[source].inputs[target], calls[target].recv_shapes[source]
     if tuple(part.shape) != expected or part.dtype != calls[target].dtype:
         raise RankFailure(

@@ -18,7 +18,7 @@ class Kind(enum.IntEnum):
     PLAN = 1
     """plan.encode's bytes: execute this step."""
     STOP = 2
-    """No payload: the run has ended, leave."""
+    """No payload: the run has ended, stop receiving."""
     OBJECT = 3
     """A small value in msgpack, such as the outputs of a finished generate()."""
 
@@ -45,35 +45,36 @@ class Control(ABC):
 
     @abstractmethod
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Rank 0 only: gives a message to all other ranks.
+        """Rank 0 only: sends a message to all other ranks.
 
-        Returns before they have taken it, unless some rank is several messages behind. Raises RankFailure naming that
-        rank if it takes none within the deadline. After STOP, returns when every rank has taken all messages.
+        Returns before they have received it, unless some rank is several messages behind: then it waits for that rank,
+        and raises RankFailure naming it if it receives none within the deadline. After STOP, it returns when every rank
+        has received all messages.
         """
 
     @abstractmethod
     def receive(self) -> Message:
-        """Ranks other than 0: the next message. Waits without a deadline and without using its core.
+        """Ranks other than 0: the next message. Waits without a deadline, and leaves its core alone in long waits.
 
         Raises RankFailure, or the process ends, when rank 0 is gone.
         """
 
     @abstractmethod
     def agree(self, error: str | None) -> None:
-        """All or none: returns on every rank if every rank calls it with None.
+        """Ends the start-up on all ranks, or fails on all: returns if every rank calls it with None.
 
-        `error` is what went wrong here, such as "ValueError: page_tokens: …". If any rank gives one, all ranks raise
-        RankFailure naming the first such rank and its error, without waiting for ranks that have not called yet. All
-        ranks call it once, at the end of their start-up; from then on they may idle as long as they like.
+        `error` is what went wrong on this rank, such as "ValueError: page_tokens: …". If any rank gives one, all ranks
+        raise RankFailure naming such a rank and its error, without waiting for ranks that have not called yet. All
+        ranks call it once, at the end of their start-up; from then on waiting for a plan has no deadline.
         """
 
     def progress(self) -> None:
-        """Rank 0, when it idles outside collectives: lets messages that are still on their way go on."""
+        """Rank 0, when it idles outside of collectives: lets messages that are not yet delivered make progress."""
         return
 
     def settle(self) -> None:
-        """Rank 0, before it waits for something that other ranks have to do first, outside this channel: returns when
-        they have taken all messages, since a long one travels only while this rank looks after it."""
+        """Rank 0, before it waits outside of this channel for something that other ranks do: returns when they have
+        received all messages. A long message makes progress only while this rank calls the channel."""
         return
 
     def send_object(self, value: object) -> None:

@@ -1,7 +1,7 @@
 """The control channel over MPI, on a private communicator; buffers only, no pickle.
 
-Waits poll instead of blocking inside MPI, so that an idle rank leaves its core alone under any MPI library and so that
-every wait that has a deadline can name the rank that it waited for.
+Waits poll instead of blocking inside MPI: so an idle rank leaves its core alone, whatever the MPI library does, and a
+wait whose deadline passes can name the rank that it waited for.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Control, Kind, Message
 
 MAX_BEHIND = 4  # messages that a rank may lag behind before rank 0 waits for it
-_STATUS_TAG = 99  # in `agree`; other tags are those of Kind
-_MAX_STATUS_BYTES = 2000  # short enough to leave at once, whether or not anybody listens
+_STATUS_TAG = 99  # of messages in `agree`; other messages have their Kind as a tag
+_MAX_STATUS_BYTES = 2000  # short enough for MPI to send at once, whether or not the receiver is ready
 
 _BRISK_PAUSE_S, _IDLE_PAUSE_S = 50e-6, 1e-3
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How a rank waits for a message: at first without a pause, then looking each 50 us, later each millisecond, which
-    takes 2 % of a core."""
+    """How a rank polls: for spin_s without a pause, until brisk_s every 50 us, and from then on every millisecond,
+    which takes 2 % of a core."""
 
     spin_s: float
     brisk_s: float
-    """From the begin of the wait, like spin_s."""
+    """Counted from the begin of the wait, like spin_s."""
 
 
 SHARED_CORES = Patience(spin_s=0.0, brisk_s=0.005)
-"""For ranks that compute on their cores, and may have to share them."""
+"""For ranks that compute on CPU cores, which they may have to share."""
 OWN_CORES = Patience(spin_s=0.2, brisk_s=2.0)
-"""For ranks that compute on GPUs: a plan that is met late leaves the GPU idle, and the core has nothing else to do."""
+"""For ranks that compute on GPUs: a plan that is noticed late leaves the GPU idle, and the core has no other work."""
 
 
 class MpiControl(Control):
@@ -57,18 +57,18 @@ class MpiControl(Control):
         self._watch = watch
         self._deadline_s = deadline_s
         self._startup_deadline_s = startup_deadline_s
-        # Per rank, the sends that it has not met with a receive yet, oldest first. A request keeps its buffer alive.
+        # For each rank the sends that it has not received yet, oldest first. An MPI request keeps its buffer alive.
         self._sent: list[deque[MPI.Request]] = [deque() for _ in range(self.size)]
 
     def close(self) -> None:
-        """Gives the communicator back."""
+        """Frees the communicator."""
         self._comm.Free()
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         assert self.rank == 0, self.rank
         self._watch.enter(Phase.CONTROL)
         for rank in range(1, self.size):
-            # Synchronous: complete when the rank has taken it, so that `_sent` says how far behind the rank is.
+            # Synchronous: completes when the rank receives it, so that `_sent` tells how far behind the rank is.
             self._sent[rank].append(self._comm.Issend([payload, MPI.BYTE], rank, int(kind)))
         self._await_taken(0 if kind is Kind.STOP else MAX_BEHIND)
         self._watch.leave()
@@ -98,7 +98,7 @@ class MpiControl(Control):
     def agree(self, error: str | None) -> None:
         own = (error or "").encode()[:_MAX_STATUS_BYTES]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        # These have a deadline of their own, longer than the watchdog's.
+        # Idle for the watchdog: this wait has its own deadline, startup_deadline_s.
         self._watch.idle()
         sends = [self._comm.Isend([own, MPI.BYTE], rank, _STATUS_TAG) for rank in others]
         if error is None:
@@ -129,7 +129,7 @@ class MpiControl(Control):
                 pause()
 
     def _await_taken(self, limit: int) -> None:
-        """Until no rank has more than `limit` messages to take."""
+        """Waits until no rank has more than `limit` messages to receive."""
         end = time.monotonic() + self._deadline_s
         pause = _Pause(self._patience)
         while True:
@@ -146,7 +146,7 @@ class MpiControl(Control):
 
 
 class _Pause:
-    """Sleeps between two looks: not at all at first, then briefly, then longer."""
+    """Sleeps between two polls of one wait, as Patience says."""
 
     def __init__(self, patience: Patience) -> None:
         begin = time.monotonic()

@@ -15,18 +15,18 @@ MAX_BEHIND = 4  # messages that a rank may lag behind before rank 0 waits for it
 
 @dataclass
 class Mailboxes:
-    """What the ranks of one world share."""
+    """The messages and start-up outcomes that the ranks of one world share."""
 
     size: int
     queues: list[deque[Message]] = field(init=False)
     outcomes: dict[int, str | None] = field(default_factory=dict)
-    """What each rank gave to `agree`."""
+    """What each rank passed to `agree`."""
 
     def __post_init__(self) -> None:
         self.queues = [deque() for _ in range(self.size)]
 
     def behind(self, limit: int) -> list[int]:
-        """The ranks with more than `limit` messages still to take."""
+        """The ranks with more than `limit` messages still to receive."""
         return [rank for rank, waiting in enumerate(self.queues) if len(waiting) > limit]
 
 

@@ -1,11 +1,12 @@
-"""The four collectives built from one move of bytes, for the implementations that run on a message-passing library.
+"""The four collectives built on one operation, `_exchange`, for implementations over a message-passing library.
 
-A subclass supplies `_exchange`: each rank's tensors to each other rank. Sums are then taken here, in rank order: the
-same bits on every rank and from every implementation, and no sum is left to a library that may not know a dtype (Open
-MPI adds bf16 as integers without a word).
+A subclass supplies `_exchange`, which sends each rank's tensors to each other rank. Sums are taken here, in rank order:
+so they have the same bits on every rank and in every implementation, and do not depend on what dtypes the library can
+add (Open MPI silently adds bf16 as integers).
 
-An all_reduce is a reduce_scatter of an even split followed by a gather, which sends as few bytes as a ring does. A
-small one, and any between two ranks (the same bytes then), gathers everything and adds it locally: one round, not two.
+An all_reduce is a reduce_scatter of an even split followed by an all_gather, which sends as few bytes as a ring does. A
+small all_reduce, or any between two ranks (where it sends no more), gathers all inputs and adds them on each rank: one
+round instead of two.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class ExchangeCollectives(ABC):
     def _exchange(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> None:
         """Fills recv[i] with rank i's send[rank] for all i != rank; entry `rank` of both is ignored.
 
-        All contiguous; zero elements allowed; the pair's sizes agree.
+        All tensors are contiguous and may have zero elements; sizes agree between sender and receiver.
         """
 
     def _gather(self, x: torch.Tensor, out: torch.Tensor, counts: Sequence[int]) -> None:
-        """Fills flat `out` [sum(counts)] with every rank's flat x [counts[rank]], in rank order; own part included."""
+        """Fills flat `out` [sum(counts)] with every rank's flat x [counts[rank]], in rank order, its own included."""
         parts = out.split(list(counts))
         parts[self.rank].copy_(x)
         self._exchange([x] * self.size, parts)
@@ -106,7 +107,7 @@ class ExchangeCollectives(ABC):
         return recv
 
     def _reduce_own(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of each one's parts[rank]; parts[j] goes to rank j."""
+        """Sends parts[j] to each rank j, and returns the sum over all ranks of their parts[rank]."""
         own = parts[self.rank]
         received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         self._exchange(parts, received)

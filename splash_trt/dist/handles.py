@@ -1,8 +1,8 @@
-"""How the ranks of one host come to see each other's memory: file descriptors handed over Unix sockets.
+"""Lets the ranks of one host map each other's memory: they pass file descriptors of it over Unix sockets.
 
 MPI cannot carry a file descriptor; a Unix socket can. Each rank listens at an abstract address (no file to clean up)
-that the others learn through MPI, gives its descriptor to each of them and takes theirs. Whoever else connects is
-turned away: the kernel says which process is at the other end.
+that the others learn through MPI, sends its descriptor to each of them and receives theirs. Connections of any other
+process are refused: the kernel tells the pid at the other end.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Mappable(Protocol):
         ...
 
     def map(self, fd: int, num_bytes: int) -> int:
-        """The address at which a peer's range, given by its descriptor and size, is seen from now on."""
+        """Maps a peer's range, given by its descriptor and size; returns the address of it in this process."""
         ...
 
 
 def on_one_host(comm: MPI.Intracomm) -> bool:
     """Whether all ranks of comm can share memory. Collective."""
-    from mpi4py import MPI  # makes a rank of the process that imports it
+    from mpi4py import MPI  # not at the top: importing it initialises MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     same = node.Get_size() == comm.Get_size()
@@ -53,10 +53,10 @@ def on_one_host(comm: MPI.Intracomm) -> bool:
 
 
 def share(memory: Mappable, comm: MPI.Intracomm, deadline_s: float) -> tuple[int, ...]:
-    """The addresses, in rank order, at which this rank sees the `memory` of all ranks of comm, its own included.
+    """Maps the `memory` of all ranks of comm; returns their addresses in this process, in rank order, its own included.
 
-    Collective over comm, whose ranks are on one host. What a rank wrote into its memory before is there once this
-    returns. RankFailure names a rank that does not come within the deadline.
+    Collective over comm, whose ranks are on one host. What any rank wrote into its memory before its call is visible
+    when this returns. RankFailure names a rank that does not come within the deadline.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     end = time.monotonic() + deadline_s
@@ -94,7 +94,7 @@ def _give(fd: int, rank: int, peer: int, calls: np.ndarray, end: float) -> None:
 
 
 def _take(listener: socket.socket, rank: int, pids: Sequence[int], end: float) -> dict[int, int]:
-    """Every other rank's descriptor."""
+    """{rank: descriptor} of every other rank. pids: of all ranks, in rank order."""
     fds: dict[int, int] = {}
     missing = set(range(len(pids))) - {rank}
     while missing:

@@ -1,4 +1,4 @@
-"""Sums over ranks, term by term in rank order, so that every implementation gives the same bits."""
+"""Sums over ranks, added one after another in rank order, so that every implementation gives the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def rank_order_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """parts[0] + parts[1] + …, in new memory, of the parts' shape and dtype.
+    """parts[0] + parts[1] + …, in new memory, in the parts' shape and dtype.
 
     16-bit floats are added in float32 and rounded once at the end.
     """

@@ -1,7 +1,7 @@
 """Bytes that a rank sends to other ranks, counted per operation.
 
-The same count for every implementation, whatever its library does underneath: each byte once per rank that needs it,
-and an all_reduce as a reduce_scatter of an even split followed by an all_gather.
+The count is that of an ideal implementation, whatever the library really does: each byte once for each rank that needs
+it, and an all_reduce as a reduce_scatter of an even split followed by an all_gather.
 """
 
 from __future__ import annotations

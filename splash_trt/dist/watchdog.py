@@ -1,12 +1,13 @@
-"""Ends a rank that cannot go on, with one line on stderr that says where it was and whom it waited for.
+"""Ends a rank that cannot go on, with one line on stderr that says where it was and which rank it waited for.
 
-A thread beside the rank's own looks at the board a few times a second. It never calls MPI: a rank that hangs, hangs
-there. It ends the process when
-- the rank has been inside a step, a collective or its start-up for longer than the deadline,
-- another rank of this node gives no sign of life for that long while this one idles: it is stopped,
-- SIGTERM arrives, which mpirun sends to the others when a rank has died,
-- the parent process is gone: mpirun was killed, which ranks can survive. They also remove what mpirun would have.
-The end is os._exit, upon which mpirun ends the other ranks.
+A second thread of the rank looks at the board a few times a second. It never calls MPI, since that is where a rank that
+hangs is stuck. It ends the process when
+- the rank has been in one phase (of a step, a collective, its start-up) for longer than the deadline,
+- this rank idles, and another rank of the node has given no sign of life for that long: that process is stopped,
+- SIGTERM arrives, which mpirun sends to the other ranks when one has died,
+- the parent process is gone: mpirun was killed, which ranks can survive. They also remove what mpirun would have
+  removed.
+It ends it with os._exit, upon which mpirun ends the other ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Watchdog:
         self._interval_s = min(0.25, deadline_s / 10)
         self._parent = os.getppid()
         self._thread = threading.Thread(target=self._guard, name="watchdog", daemon=True)
-        # Signals come as bytes: a Python handler would only run once the main thread leaves MPI, which may be never.
+        # Signals arrive here as bytes (set_wakeup_fd). A Python handler would only run when the main thread returns
+        # from MPI, which may be never.
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
 
@@ -69,7 +71,7 @@ class Watchdog:
             if signal.SIGTERM in received:
                 self._end(f"ended by SIGTERM in {self._doing()}; {self._suspect()}", EXIT_TERMINATED)
             now = time.monotonic_ns()
-            # A process that was stopped and continued must not take its own absence for that of others.
+            # A process that was stopped and continued must not blame others for the time in which it did not run.
             if now - last > (self._interval_s + 1) * 1e9:
                 awake_since = now
             last = now
@@ -111,14 +113,15 @@ class Watchdog:
 
 
 def last_words(text: str) -> None:
-    """A line on stderr, unbuffered. Nothing happens if nobody can read it: a rank whose mpirun is gone has a broken
-    pipe there, and what follows the words must be done all the same."""
+    """Writes a line to stderr, unbuffered. If that fails nothing is raised: a rank whose mpirun is gone has a broken
+    pipe there, and must still do what comes after."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def suspect(rows: Sequence[Row], rank: int, now_ns: int) -> str:
-    """The rank to look at, as `rank` sees the board: one that failed or is gone, else the furthest behind."""
+    """Names the rank to look at, from `rank`'s view of the board: one that failed or is gone, else the one that is
+    furthest behind."""
     others = [row for row in rows if row.rank != rank and row.pid]
     for row in others:
         if row.phase is Phase.FAILED:
@@ -145,11 +148,11 @@ def describe(row: Row, now_ns: int) -> str:
 
 
 def _remove_segments() -> None:
-    """Removes the files through which Open MPI's ranks share memory; otherwise mpirun does that."""
+    """Removes the files through which Open MPI's ranks share memory, which mpirun removes unless it is killed."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "/sm_segment." in line or "/vader_segment." in line}
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # each rank has mapped those of all
+        with contextlib.suppress(FileNotFoundError):  # every rank maps the files of all, so another may be faster
             os.unlink(path)
 
 
@@ -172,4 +175,4 @@ def _exists(pid: int) -> bool:
 
 
 def _leave_to_watchdog(signum: int, frame: object) -> None:
-    """A handler must be installed for the signal's byte to be written; the watchdog thread does the rest."""
+    """Does nothing: a handler must be installed for Python to write the signal's byte, which the thread reads."""

@@ -1,8 +1,8 @@
-"""What one rank holds of the others, handed to whatever runs on it; and worlds whose ranks are threads.
+"""A rank's means of working with the other ranks (World), and worlds whose ranks are threads.
 
     ranks of a world of 4:   0 (schedules, and executes)   1   2   3 (execute)
 
-Every group of ranks in this project is all of them, in this order.
+Collectives are always over all ranks, in this order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """A rank's view. The same program runs on it whether ranks are threads or MPI processes."""
+    """One rank's view of its world. A program that gets it need not know whether ranks are threads or MPI processes."""
 
     rank: int
     size: int
@@ -35,9 +35,9 @@ class World:
     control: Control
     watch: Watch
     device: torch.device = CPU
-    """What this rank computes on. On a GPU the collectives take tensors there."""
+    """What this rank computes on. If it is a GPU, the collectives take tensors on it."""
     ranks_on_device: int = 1
-    """The most ranks that have the same GPU; every rank has the same number."""
+    """How many ranks share a GPU, at the most, over all GPUs; the same number on every rank."""
 
 
 @dataclass
@@ -49,11 +49,12 @@ class Outcome(Generic[T]):
 
 
 class ThreadWorld:
-    """`size` ranks as threads of this process, of which one runs at a time (see baton.py); runs one program.
+    """`size` ranks as threads of this process, of which one runs at a time (see baton.py). Runs one program.
 
-    Either `run`, in which every rank is a new thread, or `start`, in which the calling thread is rank 0. A rank that
-    raises ends the world: every other rank's next or present wait raises RankFailure naming it. So does a wait of
-    `deadline_s` for a rank that does not come. Only a rank that is alone may have a GPU: threads take turns.
+    Use either `run`, in which every rank is a new thread, or `start`, in which the calling thread is rank 0. A rank
+    that raises ends the world: every other rank's present or next wait raises RankFailure naming it. A wait of
+    `deadline_s` for a rank that does not come ends it in the same way. Only a world of one rank may have a GPU: threads
+    take turns, while ranks on GPUs run at the same time.
     """
 
     def __init__(self, size: int, deadline_s: float = 60.0, device: torch.device = CPU) -> None:
@@ -74,7 +75,7 @@ class ThreadWorld:
         self._failed: list[tuple[int, BaseException]] = []
 
     def run(self, program: Callable[[World], T]) -> list[T]:
-        """Runs `program` on every rank; the results in rank order. If ranks raise, the first cause is raised here."""
+        """Runs `program` on every rank and returns the results in rank order. Raises the first error if ranks raise."""
         outcomes = self.outcomes(program)
         for outcome in outcomes:
             if outcome.error is not None:
@@ -92,7 +93,7 @@ class ThreadWorld:
     def start(self, program: Callable[[World], object]) -> World:
         """Starts `program` on all ranks but 0 and returns rank 0's view, for the calling thread to use.
 
-        The others run while rank 0 is inside a collective or a wait of its control channel.
+        The others run while rank 0 waits in a collective or its control channel.
         """
         self._start(program, range(1, self.size), [Outcome() for _ in range(self.size)])
         return self.ranks[0]

@@ -29,12 +29,12 @@ EXIT_ERROR = 1
 class MpiWorld:
     """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
 
-    run_on is one of place.CHOICES; "auto" means GPUs if every rank of every node has one. A rank's GPU is the one whose
-    number the rank has among those of its node; with "shared-gpu" they begin anew where GPUs end. Raises ValueError if
-    a node has too few GPUs for that.
+    run_on is one of place.CHOICES; "auto" means GPUs if there is one for every rank on every node. The k-th rank of a
+    node has GPU k; with "shared-gpu", GPU k modulo the node's number of GPUs. Raises ValueError if a node has too few
+    GPUs for that.
 
-    From here on an exception that nothing catches, on any thread, and an exit without `close` end all ranks (MPI alone
-    would leave the others waiting).
+    From here on, an uncaught exception on any thread, or an exit without `close`, ends all ranks (MPI alone would leave
+    the others waiting).
     """
 
     def __init__(self, deadline_s: float, startup_deadline_s: float, run_on: str = "cpu") -> None:
@@ -63,14 +63,14 @@ class MpiWorld:
         atexit.register(self._left_early)
 
     def close(self) -> bool:
-        """After every rank has done its work: gives everything back and ends MPI.
+        """Ends MPI and frees what the world holds, once every rank calls it.
 
-        CUDA graphs that hold collectives must be gone. False if NCCL did not end in time: whoever owns the process
-        should then end it without Python's own clean-up, which may wait for NCCL again.
+        CUDA graphs that contain collectives must be gone. False if NCCL did not end in time: the caller should then end
+        the process without Python's own clean-up, which may wait for NCCL again.
         """
         atexit.unregister(self._left_early)
         self.world.watch.ending()
-        # The last wait for others that the watchdog sees: it reads the window, which goes next.
+        # The last wait for others that the watchdog guards: it reads the window, which is freed below.
         MPI.COMM_WORLD.Barrier()
         self._watchdog.stop()
         self.world.watch.detach()
@@ -98,7 +98,7 @@ class MpiWorld:
 
 
 def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
-    """Ends all ranks of mpirun; for a rank that has no MpiWorld yet."""
+    """Ends all ranks that mpirun started, after a line on stderr. A rank without an MpiWorld can call it too."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     last_words(f"{place}: {_in_words(error)}")
@@ -106,7 +106,7 @@ def end_all(place: str, error: BaseException, code: int = EXIT_ERROR) -> None:
 
 
 def rank_device(comm: MPI.Intracomm, node: MPI.Intracomm, run_on: str) -> tuple[torch.device, int]:
-    """What this rank computes on, see MpiWorld, and the most ranks of any node that have the same.
+    """What this rank computes on (see MpiWorld), and how many ranks share a GPU, at the most, on any node.
 
     node: the ranks of `comm` on this node. Collective.
     """
@@ -129,7 +129,8 @@ def rank_device(comm: MPI.Intracomm, node: MPI.Intracomm, run_on: str) -> tuple[
 
 
 def _in_words(error: BaseException) -> str:
-    """With the traceback, unless the words say it all: another rank failed, or what this one loads is wrong."""
+    """The error for stderr: with a traceback, unless it says all by itself, as another rank's failure does, or an error
+    in what this rank loads."""
     if isinstance(error, RankFailure) and isinstance(error.__context__, ValueError | OSError | None):
         return str(error)
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -137,12 +138,12 @@ def _in_words(error: BaseException) -> str:
 
 
 def _board(node: MPI.Intracomm, window: MPI.Win, rank: int) -> Board:
-    """The node's board, zeroed; its ranks are on it by their global numbers, which differ from those on the node."""
+    """The node's board, zeroed. Its rows are those of the ranks on this node, by their global numbers."""
     ranks = np.zeros(node.Get_size(), np.int64)
     node.Allgather(np.array([rank], np.int64), ranks)
     memoryview(window.tomemory())[:] = bytes(ROW_BYTES)  # type: ignore[arg-type]
     node.Barrier()
-    # By default a shared window is one piece over all ranks, in their order.
+    # By default a shared window is contiguous over all ranks, in their order.
     base, _ = window.Shared_query(0)
     memory = MPI.buffer.fromaddress(base.address, ROW_BYTES * len(ranks))
     return Board(memoryview(memory), ranks.tolist())  # type: ignore[arg-type]
