@@ -1,4 +1,4 @@
-"""Empties the top of a rank's pages: which live pages to copy below a limit. A local move, decided on rank 0."""
+"""Decides, on rank 0, which live pages a rank copies to below a limit, to empty the top of its pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splash_trt.cache.directory import Directory
 
 @dataclass(frozen=True)
 class Compacted:
-    """Page page_index of a request has moved from `old` to `new` on one rank, in its target table too if `shared`."""
+    """Page page_index of a request moves from id `old` to `new` on one rank; in the target table too if `shared`."""
 
     request_id: str
     page_index: int
@@ -23,8 +23,8 @@ class Compacted:
 def compact(directory: Directory, rank: int, limit: int, budget_pages: int, *, step: int) -> list[Compacted]:
     """Move up to budget_pages live pages of `rank` with ids at or above `limit` to free pages below it.
 
-    The directory points to the new pages at once; the old ones leave after plan `step`, the plan that carries the
-    copies. Fewer are moved than asked for when free pages run out.
+    The directory names the new pages at once; the old ones leave after plan `step`, the plan that carries the copies.
+    Stops early when there are no free pages below the limit.
     """
     pool = directory.pools[rank]
     moved: list[Compacted] = []
@@ -34,7 +34,7 @@ def compact(directory: Directory, rank: int, limit: int, budget_pages: int, *, s
             if len(moved) == budget_pages or not pool.num_free:
                 return moved
             page = int(pool.allocate(1)[0])
-            if page >= limit:  # lowest first: no free page below the limit is left
+            if page >= limit:  # pages are allocated lowest first: no free page below the limit is left
                 pool.free([page])
                 return moved
             old = int(column[index])

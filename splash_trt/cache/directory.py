@@ -1,10 +1,10 @@
 """Which physical page on which rank holds which page of which request. Kept by rank 0, which alone decides on pages.
 
-Ranks learn of pages through the block-table changes in plans. A page that is given back is "leaving" at first: it is
-not reused before every plan that was sent while it was held has completed on all ranks.
+Ranks learn of pages through the block-table changes in plans. A page that is no longer needed is "leaving" at first: it
+is not reused before every plan that was sent while it was held has completed on all ranks.
 
-While a switch is under way a request has a second placement, its target. Where both placements want a page on the same
-rank, they share one physical page. At the commit the target becomes the placement, and pages that it does not name
+While a switch is under way, a request has a second placement, its target. If both placements have a page on the same
+rank, they share one physical page. At the commit the target becomes the placement, and pages that it does not have
 leave.
 """
 
@@ -22,7 +22,7 @@ from splash_trt.cache.placement import OWNED, REPLICATED, STRIPED, Placement, ho
 from splash_trt.cache.pool import PagePool
 from splash_trt.plan import NO_PAGE, NO_TABLES
 
-FEW = 4  # pages that are found faster one by one
+FEW = 4  # up to so many pages are allocated faster one by one
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Entry:
 
     placement: Placement
     index: int
-    """Names it in calls for many requests at once, until it is closed."""
+    """Stands for the request in calls that take many requests, until it is closed."""
     _tables: PageTable
     target: Placement | None = None
 
@@ -59,7 +59,7 @@ class Entry:
         return self._tables.target_page(self.index, page_index, rank)
 
     def held(self, rank: int) -> np.ndarray:
-        """Every page of `rank` that this request has, under either placement, each once."""
+        """The ids of all pages that this request has on `rank` under either placement, each once."""
         pages = self.table[:, rank]
         if self.target is not None:
             pages = np.union1d(pages, self.target_table[:, rank])
@@ -75,7 +75,7 @@ class Leaving(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """Pages that requests got. Each [C, 4] int32: rank, which request of the call, page index, page id."""
+    """Pages that requests were given. Each [C, 4] int32: rank, position of the request in the call, page index, id."""
 
     tables: np.ndarray
     target_tables: np.ndarray
@@ -90,7 +90,7 @@ class Directory:
         self._tables = PageTable(len(limits))
         self._num_targets = 0
         self._leaving: deque[Leaving] = deque()
-        self._below: np.ndarray | None = None  # [N] what leaving_pages says while limits are _below_limits
+        self._below: np.ndarray | None = None  # [N] the result of leaving_pages, valid while limits are _below_limits
         self._below_limits = self.limits()
 
     @property
@@ -119,7 +119,7 @@ class Directory:
         return min(pool.num_free for pool in self.pools)
 
     def leaving_pages(self) -> np.ndarray:
-        """[N] int64: pages below their pool's limit that come free when the plans in flight have completed."""
+        """[N] int64: pages below their pool's limit that become free when the plans in flight have completed."""
         limits = self.limits()
         if self._below is None or (limits != self._below_limits).any():
             self._below, self._below_limits = np.zeros(self.num_ranks, np.int64), limits
@@ -140,7 +140,7 @@ class Directory:
         return total
 
     def set_limits(self, limits: Sequence[int], *, step: int = 0) -> None:
-        """Bounds of all pools. Pages that a higher limit adds can be had once plan `step` has completed; 0: at once."""
+        """Set all pools' limits. Pages that a higher limit adds are free once plan `step` has completed; 0: at once."""
         for rank, (pool, limit) in enumerate(zip(self.pools, limits, strict=True)):
             before = pool.limit
             pool.set_limit(limit)
@@ -155,12 +155,12 @@ class Directory:
         return np.array([pool.num_held for pool in self.pools]) - self._all_leaving()
 
     def share_held(self) -> float:
-        """live_pages of all ranks together, over limits."""
+        """The share of all ranks' pages that requests hold: live_pages over limits."""
         live = sum(pool.num_held for pool in self.pools) - sum(len(leaving.pages) for leaving in self._leaving)
         return live / max(1, sum(pool.limit for pool in self.pools))
 
     def target_only(self, rank: int) -> bool:
-        """Whether some page of `rank` is held for a target alone."""
+        """Whether some page of `rank` is held for a target only."""
         for entry in self._entries.values():
             if entry.target is not None:
                 wanted = entry.target_table[:, rank]
@@ -182,7 +182,7 @@ class Directory:
         return self.needed_by(entry.placement, entry.target, entry.num_pages, count)
 
     def needed_by(self, placement: Placement, target: Placement | None, first_page: int, count: int) -> np.ndarray:
-        """[N] int64: the same for pages first_page … first_page + count - 1 of any request."""
+        """[N] int64: like needed, for pages first_page … first_page + count - 1 of a request with these placements."""
         if target is None or target == placement:
             return placement.pages_per_rank(count, self.num_ranks, first_page=first_page)
         here = placement.holders(first_page, count, self.num_ranks)
@@ -213,14 +213,14 @@ class Directory:
     def present(self, rank: int, index: np.ndarray) -> np.ndarray:
         """[n] bool: which of the requests `index` [n] have a page on `rank`, by their placements."""
         t = self._tables
-        distance = (rank - t.home[index]) % self.num_ranks  # STRIPED: of the first page that the rank holds
+        distance = (rank - t.home[index]) % self.num_ranks  # STRIPED: the index of the first page that the rank holds
         distance[t.kind[index] == REPLICATED] = 0
         held = t.num_pages[index] > distance
         held[(t.kind[index] == OWNED) & (distance > 0)] = False
         return held
 
     def grow_each(self, index: np.ndarray) -> tuple[int, Added]:
-        """Add one page to each of the requests `index` [n], from the first on until a rank has none left; how many."""
+        """Add one page to each of the requests `index` [n], in order, until a rank has none left. Returns how many."""
         page = self._tables.num_pages[index]
         if len(index) == 1 and not self._num_targets:
             return self._grow_one(index, page)
@@ -234,7 +234,7 @@ class Directory:
         return count, self._grow(index, page, held, wanted, np.arange(count))
 
     def _grow_one(self, index: np.ndarray, page: np.ndarray) -> tuple[int, Added]:
-        """grow_each of one request without a target, which is what most steps ask for: half the time."""
+        """grow_each for one request without a target, the most frequent case, in half the time."""
         t, n = self._tables, self.num_ranks
         kind, home, number = int(t.kind[index[0]]), int(t.home[index[0]]), int(page[0])
         ranks = range(n) if kind == REPLICATED else [(home + number * (kind == STRIPED)) % n]
@@ -259,7 +259,7 @@ class Directory:
     def _grow(
         self, index: np.ndarray, page: np.ndarray, held: np.ndarray, wanted: np.ndarray | None, which: np.ndarray
     ) -> Added:
-        """Pages `page` [n] of requests `index` [n] for their holders; `which` [n] names these in what is returned."""
+        """Allocates pages `page` [n] of requests `index` [n] on their holders; `which` [n] is the request in Added."""
         if not len(index):
             return Added(NO_TABLES, NO_TABLES)
         pages, targets = self._allocate(held), None
@@ -345,7 +345,7 @@ class Directory:
         return pages
 
     def _allocate_one(self, wanted: list[bool]) -> list[int]:
-        """[N] the same for one page."""
+        """[N]: _allocate for one page."""
         return [pool.allocate_one() if w else NO_PAGE for pool, w in zip(self.pools, wanted, strict=True)]
 
     def _leave(self, ranks: np.ndarray, pages: np.ndarray, step: int) -> None:
@@ -354,7 +354,7 @@ class Directory:
             self._count(self._leaving[-1])
 
     def completed(self, step: int) -> None:
-        """Plan `step` and all before it have completed on all ranks."""
+        """Plan `step` and all before it have completed on all ranks: frees the pages that left after these."""
         done = []
         while self._leaving and self._leaving[0].step <= step:
             done.append(self._leaving.popleft())
@@ -367,7 +367,7 @@ class Directory:
                     self.pools[rank].free(pages[ranks == rank])
 
     def check(self) -> None:
-        """Pools balance, and what they hold is what entries and leaving pages say, each page exactly once."""
+        """Asserts that pools are consistent, and hold what entries and leaving pages say, each page exactly once."""
         self._tables.check([entry.index for entry in self._entries.values()])
         assert self._num_targets == sum(entry.target is not None for entry in self._entries.values())
         held: list[list[int]] = [[] for _ in self.pools]

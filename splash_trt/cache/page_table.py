@@ -1,4 +1,4 @@
-"""Arrays behind the directory: which pages requests hold, so that thousands of them grow in a few numpy calls."""
+"""The directory's arrays: which pages requests hold. Thousands of requests are given a page in a few numpy calls."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ NO_TARGET = -1
 
 
 class PageTable:
-    """Requests are named by an index, the lowest that is free. Each of their pages has a row [N] of page ids, NO_PAGE
-    where a rank does not hold it, and a second row for the target. H indices, X rows, N ranks.
+    """A request is given the lowest free index. Each of its pages has a row [N] of page ids, NO_PAGE where a rank does
+    not hold it, and a second row for the target. H indices, X rows, N ranks.
 
-    kind, home: of the placement; target_kind (NO_TARGET without one), target_home: of the target; num_pages: pages
-    that count. All [H] int64.
+    kind, home: of the placement; target_kind (NO_TARGET without one), target_home: of the target; num_pages: how many
+    pages the request has. All [H] int64.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.kind, self.home, self.target_kind, self.target_home, self.num_pages = (np.zeros(0, np.int64),) * 5
-        self._row = np.zeros((0, 64), np.int32)  # [H, most pages]: the row of each page
+        self._row = np.zeros((0, 64), np.int32)  # [H, most pages of a request]: the row of each page
         self._free_indices: list[int] = []  # a heap
         self._pages = np.zeros((0, num_ranks), np.int32)  # [X, N]
-        self._target_pages = np.zeros((0, num_ranks), np.int32)  # [X, N], means something while there is a target
+        self._target_pages = np.zeros((0, num_ranks), np.int32)  # [X, N], valid while there is a target
         self._free_rows = np.zeros(0, np.int64)  # [X], of which the first num_free_rows are free
         self._num_free_rows = 0
 
     def open(self) -> int:
-        """A new request without pages."""
+        """The index of a new request, which has no pages yet."""
         if not self._free_indices:
             before = len(self.num_pages)
             after = max(64, 2 * before)
@@ -49,7 +49,10 @@ class PageTable:
         heapq.heappush(self._free_indices, index)
 
     def append(self, index: np.ndarray, page: np.ndarray, pages: np.ndarray, target_pages: np.ndarray | None) -> None:
-        """Page numbers `page` [n], ascending for each request `index` [n], get pages and target_pages [n, N]."""
+        """Page `page[i]` of request `index[i]` gets the ids pages[i] and target_pages[i]: [n], [n], [n, N], [n, N].
+
+        Each request's pages are in ascending order and follow the last one it has.
+        """
         count, most = len(index), int(page.max()) + 1
         if most > self._row.shape[1]:
             wider = np.zeros((len(self._row), max(most, 2 * self._row.shape[1])), np.int32)
@@ -99,7 +102,7 @@ class PageTable:
         self._target_pages[self._row[index, page], rank] = page_id
 
     def set_target_pages(self, index: int, pages: np.ndarray) -> None:
-        """pages [num_pages, N]: where a request that gets a target will be."""
+        """pages [num_pages, N]: the page ids under the target."""
         self._target_pages[self.rows(index)] = pages
 
     def commit(self, index: int) -> None:
@@ -109,7 +112,7 @@ class PageTable:
         self.kind[index], self.home[index] = self.target_kind[index], self.target_home[index]
 
     def check(self, indices: list[int]) -> None:
-        """Every row has one user or is free."""
+        """Asserts that every row has exactly one user or is free. indices: those in use."""
         used = [self.rows(index) for index in indices]
         rows = np.concatenate([*used, self._free_rows[: self._num_free_rows]])
         assert np.array_equal(np.sort(rows), np.arange(len(self._pages))), "a row has two users, or none"
@@ -118,7 +121,7 @@ class PageTable:
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    """The same with zeros behind."""
+    """The array, padded with zeros to `length`."""
     out = np.zeros((length, *array.shape[1:]), array.dtype)
     out[: len(array)] = array
     return out

@@ -16,20 +16,20 @@ REPLICATED, OWNED, STRIPED = (int(kind) for kind in PlacementKind)  # numpy is s
 class Placement:
     """Where one request's cache lives.
 
-    `home` is the owner (OWNED) or the rank of page 0 (STRIPED); it means nothing for REPLICATED.
+    `home` is the owner (OWNED) or the rank of page 0 (STRIPED); REPLICATED has no use for it.
     """
 
     kind: PlacementKind
     home: int = 0
 
     def ranks(self, page: int, num_ranks: int) -> Sequence[int]:
-        """Who holds a page, ascending."""
+        """The ranks that hold a page, ascending."""
         if self.kind is PlacementKind.REPLICATED:
             return range(num_ranks)
         return ((self.home + page) % num_ranks if self.kind is PlacementKind.STRIPED else self.home,)
 
     def holders(self, first_page: int, num_pages: int, num_ranks: int) -> np.ndarray:
-        """[num_pages, N] bool: does rank n hold page first_page + i."""
+        """[num_pages, N] bool: whether rank n holds page first_page + i."""
         if self.kind is PlacementKind.REPLICATED:
             return np.ones((num_pages, num_ranks), np.bool_)
         if self.kind is PlacementKind.OWNED:
@@ -49,7 +49,7 @@ class Placement:
 
 
 def holders_of(kind: np.ndarray, home: np.ndarray, page: np.ndarray, num_ranks: int) -> np.ndarray:
-    """[n, N] bool: what Placement.holders says of page `page` [n] of placements of `kind` and `home` [n]."""
+    """[n, N] bool: Placement.holders for many requests: of page page[i] under the placement kind[i], home[i]."""
     rank = (home + page * (kind == STRIPED)) % num_ranks
     return (rank[:, None] == np.arange(num_ranks)) | (kind == REPLICATED)[:, None]
 

@@ -1,4 +1,4 @@
-"""The free and held pages of one rank. Knows ids only; what lies in a page is the storage's business."""
+"""The free and held pages of one rank, by id; cache/storage.py has their contents."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ GONE, FREE, HELD = 0, 1, 2  # a page's state; GONE: at or above the limit and no
 
 
 class PagePool:
-    """Page ids 0 … limit - 1 of one rank, given out lowest first so that the top of the arena empties by itself.
+    """Page ids 0 … limit - 1 of one rank, allocated lowest first, so that the top of the arena empties by itself.
 
-    The limit falls when the other ranks' weights need the top of the arena, and rises when they leave. A held page at
-    or above the limit stays held (the switch moves it first); when freed it does not come back.
+    The limit is lowered when the other ranks' heads need the top of the arena, and raised when they are dropped. A held
+    page at or above the limit stays held until it is freed (a switch moves it first), and then cannot be allocated.
     """
 
     def __init__(self, limit: int) -> None:
         self._states = np.full(limit, FREE, np.uint8)
-        self._lowest = 0  # no page below is free
+        self._lowest = 0  # no page below this id is free
         self.limit = limit
         self.num_free = limit
         self.num_held = 0
@@ -55,7 +55,7 @@ class PagePool:
         return page
 
     def free(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Pages that are held, each once, come back."""
+        """Give back pages, each of which is held and is named once."""
         ids = np.asarray(pages, np.int64)
         if len(ids) == 0:
             return
@@ -80,7 +80,7 @@ class PagePool:
         self._lowest = 0
 
     def check(self) -> None:
-        """Every page below the limit is free or held, none above it is free, and the counts are right."""
+        """Asserts that every page below the limit is free or held, none above it is free, and the counts are right."""
         below, above = self._states[: self.limit], self._states[self.limit :]
         assert (below != GONE).all(), f"{np.count_nonzero(below == GONE)} pages are neither free nor held"
         assert (above != FREE).all(), f"{np.count_nonzero(above == FREE)} pages at or above the limit are free"

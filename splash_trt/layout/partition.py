@@ -1,6 +1,6 @@
-"""Which rank computes which of a step's tokens. Pure numpy: rank 0 counts with it, every rank indexes with it.
+"""Which rank computes which of a step's tokens. Pure numpy: rank 0 counts tokens with it, every rank indexes with it.
 
-R rows, T tokens, N ranks.
+R rows (one request's tokens in the step), T tokens, N ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def token_ranks(
 ) -> np.ndarray | None:
     """[T] int32: the rank that computes each token; None where all ranks compute all (TP, DOP).
 
-    home, start, count [R] int32 and absorbed [R] bool are those of a plan. In CP an expanded row's token is computed
-    on the rank whose stripe will hold its cache row, (home + position // page_tokens) mod N: its row is then already
-    in place, and dealing pages out in turn gives every rank its share of the causal triangle.
+    home, start, count [R] int32 and absorbed [R] bool are those of a plan. In CP, an expanded row's token is computed
+    on the rank that will hold its cache row, (home + position // page_tokens) mod N. So the cache row is already where
+    it belongs, and since pages go to ranks in turn, every rank gets an equal share of the causal triangle's work. A
+    token of an absorbed row is computed on the request's home.
     """
     spec = SPECS[layout]
     if spec.tokens is Tokens.EVERYWHERE:

@@ -1,4 +1,4 @@
-"""The four layouts as combinations of three independent choices. Everything else in the code follows from these.
+"""The four layouts as combinations of three choices, from which everything else in the code follows.
 
 With N = 4 ranks, 8 heads (h), requests a and b, pages of one request 0 1 2 3 …:
 

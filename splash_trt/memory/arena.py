@@ -1,4 +1,5 @@
-"""One range of bytes per rank that holds workspaces, weights and cache pages at addresses that never change."""
+"""The arena: one range of bytes per rank that holds workspace, weights and cache pages, at addresses that never change.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Arena:
-    """The bytes of one rank, divided as its MemoryMap says."""
+    """One rank's arena, divided as its MemoryMap says."""
 
     def __init__(self, sizes: MemoryMap, memory: torch.Tensor | None = None) -> None:
-        """memory: uint8, zeros, at least sizes.memory_bytes; None takes plain memory of the CPU."""
+        """memory: uint8, zeros, at least sizes.memory_bytes; None allocates CPU memory."""
         self.sizes = sizes
         if memory is None:
             memory = torch.zeros(sizes.memory_bytes, dtype=torch.uint8)
@@ -30,21 +31,22 @@ class Arena:
         return self._bytes.device
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over the arena's bytes from `offset`, which must suit dtype's size."""
+        """A contiguous tensor over the arena's bytes from `offset` on, a multiple of dtype's size."""
         end = offset + math.prod(shape) * dtype.itemsize
         assert 0 <= offset and end <= self.sizes.memory_bytes, (offset, shape, dtype)
         return self._bytes[offset:end].view(dtype).view(shape)
 
     def pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[num pages under SHARD, *shape]: all pages there can be; the last ones lie under `others`."""
+        """[num pages under SHARD, *shape]: all pages that there can be. The last ones share their bytes with the other
+        ranks' heads, of which only one of the two is valid at a time."""
         count = self.sizes.num_pages(Residency.SHARD)
         return self.view(self.sizes.pages_offset, (count, *shape), dtype)
 
     def context_workspace(
         self, model: ModelConfig, block: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expanded attention's, as memory/map.py counts it: `block` context rows [block, W], and a flat tensor for
-        their keys and values of all heads."""
+        """The workspace of expanded attention, as memory/map.py counts it: `block` context rows [block, W], and a flat
+        tensor for their keys and values of all heads."""
         rows = self.view(0, (block, model.row_width), dtype)
         numbers = block * model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
         return rows, self.view(align(rows.nbytes), (numbers,), dtype)

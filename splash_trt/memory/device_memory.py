@@ -1,8 +1,7 @@
-"""One range of a GPU's memory that other processes of the host can map: CUDA's virtual memory, through the driver API.
+"""A range of a GPU's memory that other processes of the host can map: CUDA's virtual memory, through the driver API.
 
-A range is one allocation, exported as a POSIX file descriptor (see dist/handles.py for how it travels) and mapped by
-others at an address of their own choosing, which holds until they unmap it. So what lies at some offset of a peer's
-range is at base + offset, for ever.
+A range is one allocation. It is exported as a POSIX file descriptor (dist/handles.py passes it on), which each peer
+maps at some base address of its own. Until it is unmapped, offset o of the range stays at base + o there.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 class DeviceMemory:
     """`num_bytes` zeroed bytes on `device` (rounded up to the driver's granularity, 2 MiB), until `close`.
 
-    ValueError if the device has not that much free.
+    Raises ValueError if the device has less than that free.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         assert num_bytes > 0 and device.type == "cuda" and device.index is not None, (num_bytes, device)
         self.device = device
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes the device's context this thread's, where it is not yet
+            torch.cuda.synchronize()  # makes the device's context current on this thread, for the driver's calls
             driver = _driver()
             granularity = _done(
                 driver.cuMemGetAllocationGranularity(
@@ -46,9 +45,10 @@ class DeviceMemory:
         return int(_done(driver.cuMemExportToShareableHandle(self._handle, kind, 0)))
 
     def map(self, fd: int, num_bytes: int) -> int:
-        """The address at which this process and its device now see a peer's range of num_bytes (the peer's own figure).
+        """Maps a peer's range of num_bytes (as the peer rounded it); returns its address in this process and on its
+        device.
 
-        Not for torch, which would use the peer's device for it: for kernels and copies.
+        For kernels and copies only: torch would take a tensor there to be on the peer's device.
         """
         driver = _driver()
         kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -60,8 +60,8 @@ class DeviceMemory:
         return address
 
     def close(self) -> None:
-        """Unmaps everything and frees the range once peers have unmapped it too. No tensor, kernel or graph may use it
-        any more, on any rank."""
+        """Unmaps this range and all ranges of peers; the memory is freed once peers have unmapped it too. No tensor,
+        kernel or graph may use it any more, on any rank."""
         driver = _driver()
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
@@ -73,13 +73,13 @@ class DeviceMemory:
 
 
 def copy(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Enqueues a copy between two addresses, by the copy engine where they lie on different devices."""
+    """Enqueues a copy between two addresses, which a copy engine does if they are on different devices."""
     driver = _driver()
     _done(driver.cuMemcpyAsync(target, source, num_bytes, driver.CUstream(stream.cuda_stream)))
 
 
 class _Bytes:
-    """What torch makes a uint8 tensor over, without copying."""
+    """A range of GPU memory in the form from which torch makes a uint8 tensor without copying."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -98,7 +98,7 @@ def _driver() -> ModuleType:
 
 
 def _done(result: tuple[Any, ...]) -> Any:
-    """A driver call's value; RuntimeError with the driver's words if it failed."""
+    """The value that a driver call returned; RuntimeError with the driver's message if the call failed."""
     error, *values = result
     if int(error) != 0:
         words = _driver().cuGetErrorString(error)[1]

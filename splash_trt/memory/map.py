@@ -1,11 +1,11 @@
-"""How one rank's arena is divided, and hence how many pages it holds. Arithmetic only: the planner and the simulator
-use this very code.
+"""How one rank's arena is divided, and so how many pages it holds. Arithmetic only: the server, `splash-trt capacity`
+and the simulator all use this code.
 
-    0            workspace       own                                    memory
-    | workspace  | own weights   | page 0 | page 1 | …  …  | page n |   |
-                                                   [ others (FULL) ]
+    0            own_offset      pages_offset           others_offset    memory_bytes
+    | workspace  | own weights   | page 0 | page 1 |  …  | …  | page n |  |
+                                                         [ other heads    ]
 
-The top `others_bytes` is pages while residency is SHARD and the other ranks' heads while it is FULL.
+The top `others_bytes` hold pages while residency is SHARD, and the other ranks' heads while it is FULL.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ class MemoryMap:
 
     @property
     def others_offset(self) -> int:
-        """Of the other ranks' heads: as high as alignment allows."""
+        """Where the other ranks' heads begin: as high as alignment allows."""
         return (self.memory_bytes - self.others_bytes) // 256 * 256
 
     def num_pages(self, residency: Residency) -> int:
-        """Pages that fit; 0 or less: even the weights do not."""
+        """Pages that fit; negative if not even the weights do."""
         end = self.memory_bytes if residency is Residency.SHARD else self.others_offset
         return (end - self.pages_offset) // self.page_bytes
 
 
 def context_workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Expanded attention's workspace: a block of context rows, and their keys and values for all heads."""
+    """Bytes of expanded attention's workspace: a block of context rows, and their keys and values for all heads."""
     expanded = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
     block = config.context_block * config.itemsize
     return align(block * model.row_width) + align(block * expanded)
 
 
 def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """All layers of page_tokens tokens."""
+    """Bytes of a page: the cache rows of page_tokens tokens in all layers."""
     return model.num_layers * config.page_tokens * row_bytes(model, config)
 
 
@@ -68,7 +68,8 @@ def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
 def _weight_bytes(
     model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats, experts_cut: str
 ) -> tuple[int, int]:
-    """Of `own` and `others`: every layer's tensors are laid out to count them, and every question of room asks."""
+    """Bytes of the `own` and the `others` block. Cached: it lays out the tensors of all layers, and every call of
+    memory_map needs it."""
     own = own_block(model, rank, num_ranks, dtype, formats, experts_cut)
     return own.num_bytes, others_block(model, rank, num_ranks, dtype, formats).num_bytes
 
@@ -87,7 +88,7 @@ def memory_map(model: ModelConfig, config: EngineConfig, rank: int) -> MemoryMap
 
 
 def model_sizes(model: ModelConfig, config: EngineConfig) -> Sizes:
-    """What migration reckons with; ValueError as `capacity` for every allowed layout."""
+    """The sizes that migration computes with. Raises ValueError as `capacity` does, for any allowed layout."""
     pages = {
         SPECS[layout].residency: capacity(model, config, layout).pages_per_rank for layout in config.allowed_layouts
     }
@@ -103,7 +104,7 @@ def model_sizes(model: ModelConfig, config: EngineConfig) -> Sizes:
 
 
 def request_tokens(model: ModelConfig, config: EngineConfig) -> int:
-    """The longest request, prompt and output together, that every allowed layout holds."""
+    """Tokens of the longest request, prompt and output together, that fits in every allowed layout."""
     return min(capacity(model, config, layout).request_tokens for layout in config.allowed_layouts)
 
 
@@ -111,14 +112,14 @@ DEFAULT_CACHE_BYTES = 512 << 20
 
 
 def default_memory_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """What a rank's arena needs for all heads on every rank and DEFAULT_CACHE_BYTES of cache."""
+    """The arena's size if none is given: room for all heads on every rank, and for DEFAULT_CACHE_BYTES of cache."""
     maps = [memory_map(model, config, rank) for rank in range(config.num_ranks)]
     return max(m.workspace_bytes + m.own_bytes + m.others_bytes for m in maps) + DEFAULT_CACHE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What one layout's cache holds. Both figures are published: per rank and in total are easily confused."""
+    """What one layout's cache holds, per rank and in total."""
 
     pages_per_rank: tuple[int, ...]
     page_tokens: int
@@ -126,7 +127,7 @@ class Capacity:
 
     @property
     def total_pages(self) -> int:
-        """Pages of distinct tokens that all ranks hold together."""
+        """Pages that all ranks hold together, where a page that every rank has a copy of counts once."""
         pages = self.pages_per_rank
         return min(pages) if self.placement is PlacementKind.REPLICATED else sum(pages)
 
@@ -136,7 +137,7 @@ class Capacity:
 
     @property
     def request_pages(self) -> int:
-        """Pages of the longest single request, placed as well as can be."""
+        """Pages of the longest request that fits alone, with the best owner or home."""
         if self.placement is PlacementKind.REPLICATED:
             return min(self.pages_per_rank)
         if self.placement is PlacementKind.OWNED:
@@ -149,13 +150,14 @@ class Capacity:
 
 
 def _longest_stripe(pages: tuple[int, ...], home: int) -> int:
-    """Pages that a request with this home can have before a rank is full: rank home + d holds d, d + N, d + 2N …"""
+    """Pages that a striped request with this home can have. Rank home + d holds its pages d, d + N, d + 2N, …"""
     ranks = len(pages)
     return min(pages[(home + d) % ranks] * ranks + d for d in range(ranks))
 
 
 def capacity(model: ModelConfig, config: EngineConfig, layout: Layout) -> Capacity:
-    """What `layout` holds; ValueError names the rank and the shortfall when its weights leave no room for a page."""
+    """What `layout`'s cache holds. Raises ValueError, naming rank and shortfall, if weights leave no room for a page.
+    """
     spec = SPECS[layout]
     pages = []
     for rank in range(config.num_ranks):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder's safetensors as a source of weights. Other formats are refused: pickles can run code."""
+"""A Hugging Face folder's safetensors files as a WeightSource. Other formats are refused: pickles can run code."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class Checkpoint:
-    """WeightSource over `folder`: model.safetensors, or the shards that model.safetensors.index.json names.
+    """Reads model.safetensors in `folder`, or the shards that model.safetensors.index.json names.
 
-    Opening reads the files' headers only. It raises ValueError, naming file and tensor, for files that are missing,
-    damaged or no safetensors; for tensors that the model needs and the files lack or hold in another shape or as
-    anything but floating point numbers; and for tensors that the model does not know. Prediction layers (those after
-    the model's last), stored rotary frequencies and a head beside tied embeddings are skipped.
+    The constructor reads only the files' headers. It raises ValueError, naming file and tensor, for files that are
+    missing, damaged or not safetensors; for tensors that the model needs, but which the files lack, or hold in another
+    shape or as anything but floating-point numbers; and for tensors that the model does not have. It skips layers
+    after the model's last (for multi-token prediction), stored rotary frequencies, and a head if embeddings are tied.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -97,7 +97,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _open_files(folder: Path) -> dict[str, Any]:
-    """For each tensor's name the open file that holds it. A single file wins over an index, as in transformers."""
+    """{tensor name: open file that holds it}. If there is both a single file and an index, the single file is read, as
+    in transformers."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder; give the folder that holds the model's safetensors files")
     if (folder / SINGLE_FILE).exists():
@@ -115,14 +116,14 @@ def _open_files(folder: Path) -> dict[str, Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """From tensor names to file names, each a path that stays inside the index's folder."""
+    """{tensor name: file name}; each file name is a path that stays inside the index's folder."""
     weight_map = read_json_object(path, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map must be an object from tensor names to file names, not empty")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
             raise ValueError(f"{path}: weight_map[{name!r}] is {file_name!r}; it must name a .safetensors file")
-        # Lexical on purpose: caches keep the files as links that lead out of the folder.
+        # Only the path's text is checked: download caches keep the files as links that lead out of the folder.
         parts = PurePosixPath(file_name)
         if parts.is_absolute() or ".." in parts.parts or "\\" in file_name or "\0" in file_name:
             raise ValueError(f"{path}: weight_map[{name!r}] is {file_name!r}, which leads out of the model's folder")

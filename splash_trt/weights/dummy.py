@@ -1,4 +1,4 @@
-"""Random weights of any size, made where they live: the same model however its tensors are cut and on any device."""
+"""Random weights, generated on the device that uses them: the same numbers on any device, however tensors are cut."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from splash_trt.models.config import ModelConfig
 from splash_trt.weights.spec import TensorSpec
 
-CPU_CHUNK = 1 << 16  # elements at a time: two int64 buffers that stay in a core's cache
+CPU_CHUNK = 1 << 16  # elements at a time, so that two int64 buffers stay in a core's cache
 DEVICE_CHUNK = 1 << 24
 
 _TABLE_BITS = 16
-# Weyl step and the multipliers of splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit numbers.
+# Weyl step and multipliers of splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit numbers.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class DummyWeights:
-    """WeightSource of random numbers: norms are one, biases zero, matrices normal with variance 1 / fan-in.
+    """A WeightSource of random numbers: norms are 1, biases 0, matrices normally distributed with variance 1 / fan-in.
 
-    An element depends on the seed, its tensor's name and its index in the whole tensor only: a 64-bit hash of these
-    chooses among 2^16 quantiles of the normal distribution (so no value is beyond 4.33 standard deviations).
+    An element depends only on the seed, its tensor's name and its index in the whole tensor: a 64-bit hash of these
+    chooses one of 2^16 quantiles of the normal distribution (so no value is beyond 4.33 standard deviations).
     """
 
     def __init__(self, model: ModelConfig, seed: int = 0) -> None:
@@ -47,7 +47,7 @@ class DummyWeights:
             self._fill(spec, begin, out, table)
 
     def _fill(self, spec: TensorSpec, begin: int, out: torch.Tensor, table: torch.Tensor) -> None:
-        """`out` as [rows, width]: each row is contiguous in the whole tensor, and rows lie `stride` apart there."""
+        """Fills `out` as [rows, width]: in the whole tensor each row is contiguous, and the rows are `stride` apart."""
         inner = math.prod(spec.shape[spec.axis + 1 :])
         stride = spec.shape[spec.axis] * inner
         target = out.view(math.prod(spec.shape[: spec.axis]), -1)
@@ -67,7 +67,7 @@ class DummyWeights:
 
 
 def _fan_in(spec: TensorSpec) -> int:
-    """Numbers that one output sums over. The output projection is stored transposed, [H, v, D]."""
+    """How many products one output sums. The output projection is stored transposed, [H, v, D]."""
     return spec.shape[0] * spec.shape[1] if spec.name.endswith(".o") else spec.shape[-1]
 
 
@@ -77,12 +77,13 @@ def _key(seed: int, name: str) -> int:
 
 
 def _signed(value: int) -> int:
-    """value modulo 2^64 as an int64 holds it."""
+    """value modulo 2^64, as a signed 64-bit number."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _hash(x: torch.Tensor) -> torch.Tensor:
-    """The upper 16 bits of splitmix64's finaliser (its last shift would not reach them). Overwrites x (int64)."""
+    """The upper 16 bits of splitmix64's finaliser, whose last shift is omitted, as it does not change them. Overwrites
+    x (int64)."""
     for shift, multiplier in ((30, _MIX_1), (27, _MIX_2)):
         # int64 shifts keep the sign: the mask makes them logical.
         x ^= (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)

@@ -1,8 +1,8 @@
-"""Bytes of numbers as they are stored: plainly, or in FP8 with scales. Pure arithmetic.
+"""How many bytes weights and cache rows take: in a plain dtype, or in FP8 with scales. Pure arithmetic.
 
-FP8 as DeepSeek published it for V3 and V3.2: weights have a float32 scale for each block of 128 x 128 of their last two
-dimensions, a cache row one for each 128 numbers of its latent part and of its indexer key, and its rope part stays
-bfloat16 (the 656 bytes a token of FlashMLA's FP8 cache: 512 + 4 * 4 + 64 * 2).
+FP8 is as DeepSeek published it for V3 and V3.2. Weights have a float32 scale for each block of 128 x 128 in their last
+two dimensions. A cache row has one for each 128 numbers of its latent part and of its indexer key; its rope part stays
+bfloat16 (the 656 bytes per token of FlashMLA's FP8 cache: 512 + 4 * 4 + 64 * 2).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PLAIN = Formats()
 
 
 def format_of(spec: TensorSpec, dtype: str, formats: Formats) -> str:
-    """What a tensor of an engine that computes in `dtype` is stored as. Formats are about products alone: norms,
-    biases, the router, the indexer's head weights, embedding and head stay in dtype, as published FP8 checkpoints
-    have them."""
+    """The format in which a tensor is stored, in an engine that computes in `dtype`. `formats` applies only to matrices
+    that are multiplied with (spec.product): norms, biases, the router, the indexer's head weights, embedding and head
+    stay in dtype, as in published FP8 checkpoints."""
     if spec.product:
         chosen = formats.attention if spec.cut is Cut.HEADS else formats.weights
         if chosen is not None:
@@ -36,7 +36,7 @@ def format_of(spec: TensorSpec, dtype: str, formats: Formats) -> str:
 
 
 def bytes_of(shape: Sequence[int], stored: str) -> int:
-    """Of a tensor stored as `stored`, scales included; a scaled one has two dimensions at least."""
+    """Bytes of a tensor in format `stored`, scales included. A tensor with scales has at least two dimensions."""
     num_bytes = math.prod(shape) * ITEMSIZE[stored]
     if stored == SCALED:
         num_bytes += SCALE_BYTES * math.prod(shape[:-2]) * math.prod(_blocks(size) for size in shape[-2:])
@@ -44,7 +44,7 @@ def bytes_of(shape: Sequence[int], stored: str) -> int:
 
 
 def row_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Of one token's cache row in one layer: latent part, rope part and, where the model has one, indexer key."""
+    """Bytes of one token's cache row in one layer: latent part, rope part and, if the model has an indexer, its key."""
     stored = config.formats.cache or config.dtype
     key = model.indexer.head_dim if model.indexer else 0
     if stored != SCALED:
@@ -54,7 +54,7 @@ def row_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def head_itemsize(config: EngineConfig) -> int:
-    """Bytes of one number of the head-cut tensors. Without scales: one in 16,384 numbers, 0.02 % of what moves."""
+    """Bytes of one number of the head-cut tensors. FP8's scales are neglected: 4 bytes in 16,384, 0.02 %."""
     return ITEMSIZE[config.formats.attention or config.dtype]
 
 

@@ -1,7 +1,7 @@
-"""How each of the engine's tensors lies in a Hugging Face file: names, shapes there, and how a part of it is read.
+"""How each of the engine's tensors is stored in Hugging Face files: names and shapes there, and how to read a part.
 
-D hidden, H heads, n/r/v the head's nope, rope and value parts, L kv latent, E experts, I intermediate. Shapes in the
-file are [out, in]. One form serves both the check of a checkpoint's shapes and the reading of its values.
+D hidden, H heads, E experts, I intermediate. Matrices in the files are [out, in]. A Form serves both to check a
+checkpoint's shapes and to read its values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from splash_trt.models.config import LayerKind, ModelConfig
 from splash_trt.weights.spec import TensorSpec, part_of_experts
 
 Open = Callable[[str], Any]
-"""From a name in the file to a safetensors slice: indexing it maps only what is indexed."""
+"""From a tensor's name in the file to its safetensors slice, which reads only the part that is indexed."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Form(Protocol):
     def shapes(self) -> Shapes:
-        """The tensors in the file that the engine's tensor comes from, each with its shape."""
+        """The tensors in the file that the engine's tensor is made of, each with its shape."""
         ...
 
     def read(self, open_slice: Open, begin: int, end: int, out: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """[H * stride, C] in the file; of each head's `stride` rows, `rows` from `offset` on are [H, rows, C] here."""
+    """[H * stride, C] in the file, [H, rows, C] in the engine: of each head's `stride` rows, those from `offset` on."""
 
     name: str
     heads: int
@@ -68,7 +68,7 @@ class HeadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadColumns:
-    """[D, H * width] in the file (the output projection), [H, width, D] here."""
+    """[D, H * width] in the file (the output projection), [H, width, D] in the engine."""
 
     name: str
     heads: int
@@ -85,7 +85,7 @@ class HeadColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedPair:
-    """Two tensors [I, D] in the file, [2, I, D] here."""
+    """Two tensors [I, D] in the file, [2, I, D] in the engine."""
 
     gate: str
     up: str
@@ -101,9 +101,9 @@ class GatedPair:
 
 @dataclass(frozen=True, kw_only=True)
 class PerExpert:
-    """For each expert e, the tensors `prefix`e.`suffix`.weight of one shape, stacked along their rows.
+    """For each expert e, the tensors named {prefix}{e}.{suffix}.weight, all of one shape, stacked along their rows.
 
-    Read by parts of axis 0 (experts), 1 (rows, of one suffix after the other) or 2 (columns).
+    Read by parts of axis 0 (experts), 1 (rows: first all of the first suffix) or 2 (columns).
     """
 
     prefix: str
@@ -156,7 +156,7 @@ _IN_LAYER = MappingProxyType(
 
 
 def form_of(spec: TensorSpec, model: ModelConfig, present: Container[str]) -> Form:
-    """The form of one of the engine's tensors in a checkpoint that has the names `present`."""
+    """The form of one of the engine's tensors, in a checkpoint that has tensors of the names `present`."""
     if spec.name in _TOP:
         return Plain(name=_TOP[spec.name], shape=spec.shape)
     _, index, name = spec.name.split(".", 2)
@@ -209,7 +209,7 @@ def _mlp_form(spec: TensorSpec, prefix: str) -> Form:
 
 
 def _experts_form(spec: TensorSpec, prefix: str, present: Container[str]) -> Form:
-    """One tensor for all experts where the file has that, else one (or two) an expert."""
+    """One tensor for all experts if the checkpoint has that, otherwise one or two for each expert."""
     down = spec.name.endswith("down")
     fused = prefix + ("down_proj" if down else "gate_up_proj")
     if fused in present:

@@ -1,4 +1,4 @@
-"""Reading a JSON object that a stranger wrote: size, encoding, form and repeated keys are checked before use."""
+"""Reads a JSON object from a file that is not trusted: size, encoding, form and repeated keys are checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_json_object(path: Path, *, max_bytes: int) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
-        # Which of the two was meant cannot be told, and readers differ in which they take.
+        # Parsers differ in which of the two they take, so it is unknown which is meant.
         if key in found:
             raise ValueError(f"the key {key!r} occurs twice in one object")
         found[key] = value

@@ -1,7 +1,8 @@
-"""Which part of each tensor lives on a rank, and where in the rank's two blocks of weights. Pure arithmetic.
+"""Which part of each tensor a rank has, and where it is in the rank's two blocks of weights. Pure arithmetic.
 
-`own` is there for good: the rank's share of every cut tensor and a copy of every uncut one. `others` holds the other
-ranks' heads in rank order while residency is FULL, so a rank's part of a tensor is one contiguous copy.
+`own` is always there: the rank's part of every cut tensor and a copy of every uncut one. `others` holds the other
+ranks' heads while residency is FULL, in rank order within each tensor, so that each rank's part of a tensor arrives by
+one contiguous copy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.weights.formats import ITEMSIZE, PLAIN, bytes_of, format_of
 from splash_trt.weights.spec import Cut, TensorSpec, partition, tensor_specs
 
-ALIGNMENT = 256  # bytes; what vector loads and tensor copies want
+ALIGNMENT = 256  # bytes; enough for vector loads and tensor copies
 
 
 def align(num_bytes: int) -> int:
@@ -22,7 +23,7 @@ def align(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One tensor's place in a block: `parts` are ranges along spec.axis, which lie one after the other there."""
+    """One tensor's place in a block. `parts` are ranges along spec.axis, which are concatenated there."""
 
     spec: TensorSpec
     parts: tuple[tuple[int, int], ...]
@@ -31,7 +32,7 @@ class Shard:
     offset: int
     """Bytes from the block's begin."""
     num_bytes: int
-    """Scales, if its format has them, included."""
+    """Includes scales if the format has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,9 @@ class Block:
 
 
 def cut_ranges(spec: TensorSpec, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """[begin, end) of each rank along spec.axis, or along the first of its stretches. Intermediate sizes are cut at
-    multiples of 128 where they are large enough for every rank to get some (FP8 scales come in blocks of 128), evenly
-    otherwise."""
+    """[begin, end) of each rank along spec.axis, or along the first of its stretches if it has several. Intermediate
+    sizes that are multiples of 128, and at least 128 per rank, are cut at multiples of 128 (FP8 scales are for blocks
+    of 128); others are cut evenly."""
     total = spec.shape[spec.axis] // spec.stretches
     if spec.cut is Cut.NONE:
         return ((0, total),) * num_ranks
@@ -55,14 +56,14 @@ def cut_ranges(spec: TensorSpec, num_ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 def own_parts(spec: TensorSpec, rank: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """[begin, end) along spec.axis of what rank `rank` has of each of its stretches."""
+    """For each stretch of the tensor, [begin, end) along spec.axis of the part that rank `rank` has."""
     begin, end = cut_ranges(spec, num_ranks)[rank]
     length = spec.shape[spec.axis] // spec.stretches
     return tuple((i * length + begin, i * length + end) for i in range(spec.stretches))
 
 
 def first_expert(model: ModelConfig, rank: int, num_ranks: int, experts_cut: str = "whole") -> int:
-    """The number of the first routed expert that is on rank `rank`; 0 where a part of each is, or there is none."""
+    """The number of the first routed expert on rank `rank`; 0 if it has a part of every expert, or there are none."""
     spec = next((s for s in tensor_specs(model, experts_cut) if s.cut is Cut.EXPERTS), None)
     return 0 if spec is None else cut_ranges(spec, num_ranks)[rank][0]
 
@@ -93,7 +94,7 @@ def own_block(
 
 
 def others_block(model: ModelConfig, rank: int, num_ranks: int, dtype: str, formats: Formats = PLAIN) -> Block:
-    """What FULL residency adds on rank `rank`: every other rank's heads."""
+    """What rank `rank` of num_ranks holds in addition while residency is FULL: every other rank's heads."""
     entries = []
     for spec in tensor_specs(model):
         if spec.cut is Cut.HEADS:
@@ -108,5 +109,8 @@ def heads_of(model: ModelConfig, num_ranks: int) -> tuple[int, ...]:
 
 
 def others_begin(heads: tuple[int, ...], source: int, target: int, numbers: int) -> int:
-    """Where rank `source`'s part of a tensor begins in rank `target`'s `others`; numbers: per head."""
+    """The offset, in numbers, of rank `source`'s part of a tensor in that tensor of rank `target`'s `others`.
+
+    numbers: the tensor's numbers per head.
+    """
     return numbers * sum(count for rank, count in enumerate(heads[:source]) if rank != target)

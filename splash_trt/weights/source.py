@@ -1,4 +1,4 @@
-"""Where tensors come from, as the weight store sees it: a checkpoint's folder, random numbers, later a built engine."""
+"""The interface of what weights are loaded from: a checkpoint, random numbers, or a built engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from splash_trt.weights.spec import TensorSpec
 
 
 class WeightSource(Protocol):
-    """Gives parts of a model's tensors in the engine's names and forms (weights/spec.py)."""
+    """Gives parts of a model's tensors, by the engine's names and in its shapes (weights/spec.py)."""
 
     model: ModelConfig
 
     def read(self, spec: TensorSpec, begin: int, end: int, out: torch.Tensor) -> None:
-        """Write rows [begin, end) of the tensor along spec.axis into `out` (that shape; its dtype is converted to).
+        """Write rows [begin, end) of the tensor along spec.axis into `out`, which has their shape, in out's dtype.
 
-        Reads no more of the file than those rows need where the file's form allows. ValueError names a tensor that
-        is missing or has another shape than the model's configuration says.
+        Reads only these rows from the file if its format allows. ValueError names a tensor that is missing or has
+        another shape than the model's configuration says.
         """
         ...

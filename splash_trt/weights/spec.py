@@ -1,9 +1,9 @@
-"""The engine's own names, shapes and cuts of a model's tensors: the one list that loading, memory and engines share.
+"""The list of a model's tensors, with the engine's names, shapes and cuts, that loading, memory and engines share.
 
 D hidden, H heads, Q query latent, L kv latent, R rope part, E experts, I intermediate, V vocabulary, N ranks;
 Hi, di heads and head size of the indexer.
-Head-cut tensors are head-major (the output projection is stored transposed), so a rank's heads are one contiguous
-block of each: that is what lets a switch bring the other ranks' heads with one copy a tensor.
+Head-cut tensors have heads as their first axis (so the output projection is stored transposed): a rank's heads are one
+contiguous block, which a switch can bring to another rank with one copy per tensor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from splash_trt.models.config import LayerKind, ModelConfig
 
 
 class Cut(str, Enum):
-    """Along what a tensor is divided over the ranks, always its axis `TensorSpec.axis`."""
+    """What of a tensor is divided over the ranks. It is always the axis `TensorSpec.axis` that is cut."""
 
     NONE = "none"  # a copy on every rank
-    HEADS = "heads"  # attention's; the only ones whose residency a layout changes
-    EXPERTS = "experts"  # whole ones on each rank
-    INSIDE_EXPERTS = "inside_experts"  # of every expert the same share of its intermediate size
+    HEADS = "heads"  # of attention; only for these does the layout decide which part a rank holds
+    EXPERTS = "experts"  # each rank has some experts, whole
+    INSIDE_EXPERTS = "inside_experts"  # each rank has a share of every expert's intermediate size
     INTERMEDIATE = "intermediate"
     VOCABULARY = "vocabulary"
 
@@ -34,11 +34,11 @@ class TensorSpec:
     cut: Cut = Cut.NONE
     axis: int = 0
     stretches: int = 1
-    """The axis is so many stretches of one length, each cut alike: a gate's rows and then those of its up part."""
+    """The axis consists of this many stretches of equal length, each cut in the same way: gate's rows, then up's."""
     float32: bool = False
     """Kept in at least float32 whatever the engine's dtype (the router's selection bias)."""
     product: bool = False
-    """A matrix that may be stored as config.Formats says instead of in the engine's dtype."""
+    """A matrix to multiply with, which may be stored as config.Formats says instead of in the engine's dtype."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -59,7 +59,7 @@ def _attention(model: ModelConfig, prefix: str) -> list[TensorSpec]:
     specs = [TensorSpec(name=prefix + "attn_norm", shape=(hidden,))]
     kv_a = TensorSpec(name=prefix + "kv_a", shape=(model.row_width, hidden), product=True)
     if model.q_lora_rank:
-        # One right after the other: both read the same input, and together they are one product.
+        # q_a and kv_a are adjacent: they have the same input, so both together can be computed as one product.
         specs += [TensorSpec(name=prefix + "q_a", shape=(model.q_lora_rank, hidden), product=True), kv_a]
         specs.append(TensorSpec(name=prefix + "q_a_norm", shape=(model.q_lora_rank,)))
         if model.attention_bias:
@@ -118,7 +118,7 @@ def _experts(prefix: str, num_experts: int, inner: int, hidden: int, experts_cut
 
 
 def part_of_experts(shape: tuple[int, ...], axis: int, begin: int, end: int) -> tuple[range, range, slice]:
-    """The experts, each one's rows and their columns, of [begin, end) along `axis` of a tensor [E, rows, columns]."""
+    """The experts, rows and columns that [begin, end) along `axis` of a tensor [E, rows, columns] covers."""
     whole = [(0, size) for size in shape]
     whole[axis] = (begin, end)
     experts, rows, columns = whole
@@ -139,9 +139,9 @@ def _moe(model: ModelConfig, prefix: str, experts_cut: str) -> list[TensorSpec]:
 
 
 def tensor_specs(model: ModelConfig, experts_cut: str = "whole") -> list[TensorSpec]:
-    """Every tensor of the model, layer after layer; the head is absent when it is the embedding (tied).
+    """Every tensor of the model, layer after layer; without the head if it is the embedding (tied).
 
-    experts_cut: as in EngineConfig. It decides how experts' tensors are cut, and nothing of their shapes.
+    experts_cut: as in EngineConfig. It decides how experts' tensors are cut, but not their shapes.
     """
     vocab, hidden = model.vocab_size, model.hidden_size
     specs = [TensorSpec(name="embed", shape=(vocab, hidden), cut=Cut.VOCABULARY)]

@@ -1,4 +1,4 @@
-"""One rank's weights in its arena: `own` for good, `others` (the other ranks' heads) while residency is FULL."""
+"""One rank's weights in its arena: `own` always, `others` (the other ranks' heads) while residency is FULL."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from splash_trt.weights.source import WeightSource
 class WeightStore:
     """Named tensors over the arena's bytes.
 
-    `own[name]` has the rank's part of the tensor; `others[name]` exists for head-cut tensors and means something only
-    while `residency` is FULL: its bytes are cache pages otherwise.
+    `own[name]` has the rank's part of the tensor. `others[name]` has the other ranks' parts of a head-cut tensor, but
+    only while `residency` is FULL: otherwise its bytes are cache pages.
     """
 
     def __init__(
         self, arena: Arena, model: ModelConfig, rank: int, num_ranks: int, dtype: str, experts_cut: str
     ) -> None:
-        """dtype, experts_cut: as in EngineConfig, by which the arena is divided too."""
+        """dtype, experts_cut: as in the EngineConfig that the arena was made for."""
         self._dtype = DTYPES[dtype]
         self._own_block = own_block(model, rank, num_ranks, dtype, experts_cut=experts_cut)
         self._others_block = others_block(model, rank, num_ranks, dtype)
         self.own = self._views(arena, self._own_block, arena.sizes.own_offset)
-        fits = arena.sizes.num_pages(Residency.FULL) > 0  # else no layout of this deployment needs it
+        fits = arena.sizes.num_pages(Residency.FULL) > 0  # if not, no layout of this deployment has FULL residency
         self.others = self._views(arena, self._others_block, arena.sizes.others_offset) if fits else {}
         self.residency = Residency.SHARD
         self._rank = rank
@@ -41,11 +41,11 @@ class WeightStore:
         }
 
     def own_part(self, tensor: int, begin: int, end: int) -> torch.Tensor:
-        """Numbers [begin, end) of this rank's part of the tensor-th head-cut tensor, a flat view."""
+        """Numbers [begin, end) of this rank's part of head-cut tensor number `tensor`, a flat view."""
         return self.own[self._head_cut[tensor]].view(-1)[begin:end]
 
     def others_part(self, source: int, tensor: int, begin: int, end: int) -> torch.Tensor:
-        """Where numbers [begin, end) of rank `source`'s part of that tensor lie in `others`, a flat view."""
+        """Numbers [begin, end) of rank `source`'s part of head-cut tensor number `tensor`, a flat view of `others`."""
         others = self.others[self._head_cut[tensor]]
         first = others_begin(self._heads, source, self._rank, others[0].numel())
         return others.view(-1)[first + begin : first + end]
@@ -54,7 +54,7 @@ class WeightStore:
         _read(source, self._own_block, self.own)
 
     def load_others(self, source: WeightSource) -> None:
-        """Fill the other ranks' heads from the source; the pages that lay there must be empty."""
+        """Read the other ranks' heads from the source; no page that is in use may be in their place."""
         _read(source, self._others_block, self.others)
         self.residency = Residency.FULL
 
