@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "simulate": Entry(
         "splash_trt.simulate.command:simulate_command",
-        "Compare layouts, and following the load, on devices that need not be there.",
+        "Compare each layout alone with following the load, on simulated devices.",
     ),
     "top": Entry(
         "splash_trt.top.command:top_command",

@@ -1,7 +1,7 @@
-"""A load made to be hard: it watches which layout serves, and turns into its opposite as soon as a switch is done.
+"""A load made to defeat the policy: it watches the layout, and turns into its opposite as soon as a switch is done.
 
-Few requests with long answers, or many with short ones: whatever the switch was for has just ended. Where the layout
-rightly stays, it turns after a while all the same.
+It has two modes, few requests with long answers and many with short ones, and changes its mode after each switch: so
+what the switch was made for has just ended. If there is no switch, it changes its mode after a while all the same.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from splash_trt.simulate.traces import NOT_AFTER, Trace
 
 
 class Adversary:
-    """A closed loop: `few` clients with long answers or `many` with short ones send the next request as one ends.
+    """A Source. A closed loop: `few` clients with long answers, or `many` with short ones, send the next request when
+    one ends.
 
-    requests: how many in all. patience: how many each client sends before the load turns without a switch. After a
-    run, `trace` is what was sent, as a load that does not look at layouts: each request follows the one whose end let
-    it in, so that other layouts can be given the same work in the same order.
+    requests: how many in all. patience: how many each client sends before the mode changes without a switch. After a
+    run, `trace` is what was sent, as a load that does not look at layouts: each request follows the one that it was
+    sent at the end of, so that other layouts can be given the same work in the same order.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Adversary:
         self._after = np.full(requests, NOT_AFTER)
         self._kind: list[str] = []  # of each request sent
         self._active = {"few": 0, "many": 0}
-        self._mode = "many"  # a deployment that follows the load starts where few are served best
-        self._sent = 0  # since it turned
+        self._mode = "many"  # since auto starts in the layout that serves few requests best
+        self._sent = 0  # requests since the last change of mode
         self._layout: Layout | None = None
         self._ready: list[tuple[float, int]] = []
         self._last_end: tuple[int, float] | None = None
         self.flips = 0
-        """Turns that a switch brought about."""
+        """Changes of mode that a switch brought about."""
         self._fill(0.0)
 
     @property
@@ -89,7 +90,7 @@ class Adversary:
 
     @property
     def trace(self) -> Trace:
-        """What has been sent, for any server."""
+        """The requests that have been sent, as a trace."""
         sent = len(self._kind)
         return Trace.open(
             "adversary",
@@ -108,7 +109,7 @@ class Adversary:
         self._sent = 0
 
     def _fill(self, now: float) -> None:
-        """As many requests of the present kind as it has clients."""
+        """Sends requests of the present mode until as many are under way as the mode has clients."""
         if self._sent >= self._patience * self._clients[self._mode]:
             self._turn()
         while self._active[self._mode] < self._clients[self._mode] and len(self._kind) < self._requests:

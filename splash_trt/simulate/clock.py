@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulatedClock:
-    """Seconds since the start; called, it tells them. It only moves when it is told to, and only forwards."""
+    """Calling it returns the seconds since the start. It only moves when told to, and only forwards."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -13,6 +13,6 @@ class SimulatedClock:
         return self.now
 
     def advance(self, to: float) -> None:
-        """Go to `to`, or stay where it is past."""
+        """Go to time `to`, unless that is past."""
         if to > self.now:
             self.now = to

@@ -1,4 +1,4 @@
-"""`splash-trt simulate`: the server's own scheduler and policy on a device that is not there, under a recorded or made
+"""`splash-trt simulate`: runs the server's own scheduler and policy on simulated devices, under a recorded or generated
 load."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LABELS = (AUTO, *(layout.name.lower() for layout in Layout))
 
 
 class Labels(click.ParamType):
-    """auto and names of layouts, separated by commas."""
+    """The type of --layouts: auto and names of layouts, separated by commas."""
 
     name = "layouts"
 
@@ -83,17 +83,17 @@ class Labels(click.ParamType):
 @click.option("--objective", default="throughput", show_default=True, metavar="throughput|latency|bounded:MS",
               help="What auto goes for; bounded: throughput with so many ms per output token (p99).")  # fmt: skip
 @click.option("--policy-device", metavar="NAME|FILE",
-              help="What auto takes the devices for; by default what they are. Shows what errors cost.")  # fmt: skip
+              help="The device that auto decides by, if not --device: shows what wrong figures cost.")  # fmt: skip
 @click.option("--migration-bytes", type=Size(), help="What a rank may at first send or receive for a switch in a step "
               "of 10 ms; default: 3.5 % of the device's link, as in `serve`.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many requests of a file.")
 @click.option("--rate-scale", type=Number(0, 1e6, above=True), default=1.0, show_default=True,
               help="Let requests arrive so many times as fast.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of made loads.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of generated loads.")
 @click.option("--plots", "plots_folder", type=click.Path(path_type=Path), metavar="DIR", help="Draw pictures there.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Write everything there.")
 def simulate_command(**fields: Any) -> None:
-    """Compare layouts, and following the load, on devices that need not be there.
+    """Compare each layout alone with following the load, on simulated devices.
 
     The scheduler, the policy, the switch and the accounting of the cache are those of `serve`; only the time that steps
     take is the cost model's.
@@ -105,7 +105,7 @@ def simulate_command(**fields: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command's, by the names of its parameters."""
+    """The command's options, by the names of its parameters."""
 
     model: Path
     device: str
@@ -134,7 +134,7 @@ class Options:
 
 
 def run(options: Options) -> Comparison:
-    """Simulate and write what was asked for; ValueError and OSError say what a user got wrong."""
+    """Simulate, and write the files that were asked for; ValueError and OSError say what a user got wrong."""
     objective = Objective.parse(options.objective)
     _check_outputs(options)
     model, quantised = load_for_planning(options.model)
@@ -169,7 +169,7 @@ def run(options: Options) -> Comparison:
 
 
 def _check_outputs(options: Options) -> None:
-    """ValueError if what was asked for cannot be written, before minutes are spent."""
+    """Raises ValueError if the files that were asked for cannot be written, before minutes are spent."""
     folder, file = options.plots_folder, options.json_file
     if folder is not None:
         if os.path.exists(folder) and not folder.is_dir():
@@ -195,7 +195,7 @@ def _check_outputs(options: Options) -> None:
 
 
 def open_load(options: Options) -> Trace | Adversary:
-    """A file if its name ends as one, else what a generator makes."""
+    """The load that --trace names: a generated one if it begins with a generator's name and is no file, else a file."""
     name = options.trace.partition(":")[0]
     if name in generators.names() and not os.path.isfile(options.trace):
         if options.requests is not None:
@@ -205,7 +205,7 @@ def open_load(options: Options) -> Trace | Adversary:
         if isinstance(made, Adversary):
             return made
         return made.at_rate(options.rate_scale)
-    if not os.path.isfile(options.trace):  # Path's own raises for a name that no file can have
+    if not os.path.isfile(options.trace):  # Path.is_file raises for a name that no file can have
         raise ValueError(f"trace: {options.trace!r} is neither a file nor one of {', '.join(generators.names())}")
     trace = read_trace(Path(options.trace), requests=options.requests).at_rate(options.rate_scale)
     if options.rate_scale != 1:
@@ -216,7 +216,7 @@ def open_load(options: Options) -> Trace | Adversary:
 
 
 def _progress(bar: Any, num_requests: int) -> Any:
-    """One bar for all runs: each adds the requests that have ended in it."""
+    """Makes the progress callback of each run, by its label. One bar counts the ended requests of all runs."""
     begun: list[str] = []
 
     def of(label: str) -> Progress:
@@ -224,7 +224,7 @@ def _progress(bar: Any, num_requests: int) -> Any:
         begun.append(label)
 
         def told(seconds: float, ended: int) -> None:
-            if sys.stderr.isatty():  # elsewhere each new label would be a line
+            if sys.stderr.isatty():  # in a file, each new label would be a line
                 bar.label = f"Simulating {label}, {seconds:.0f} s"
             bar.update(before + ended - bar.pos)
 
@@ -235,7 +235,7 @@ def _progress(bar: Any, num_requests: int) -> Any:
 
 
 def _memory(options: Options, device: Device) -> tuple[int, str]:
-    """A rank's arena in bytes, and where that is from."""
+    """A rank's arena in bytes, and where that figure is from."""
     if options.memory_bytes is not None:
         if options.memory_share is not None:
             raise ValueError("memory_share: is a share of what --device has; --memory is the arena itself")
@@ -271,7 +271,7 @@ def _policy_device(name: str) -> Device:
 def _with_device(
     comparison: Comparison, options: Options, model: ModelConfig, quantised: bool, device: Device, origin: str
 ) -> Comparison:
-    """The comparison, with what model and device it is about."""
+    """The comparison, with assumptions about model and device added."""
     note = "; the checkpoint is quantised, which is not followed: the formats below are what is counted"
     head = (
         ("model", f"{options.model}: {model.model_type}, {model.num_layers} layers{note * quantised}"),

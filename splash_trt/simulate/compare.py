@@ -1,4 +1,4 @@
-"""The same load under each layout alone, with the layout following the load, and at the ceiling."""
+"""Runs one load under each layout alone, with the layout following the load (auto), and at the ceiling (run.py)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from splash_trt.simulate.source import TraceSource
 from splash_trt.simulate.traces import Trace
 
 FIRST_LAYOUT = Layout.TP
-"""Where a deployment that follows the load starts, as `splash-trt serve` does."""
+"""The layout that auto starts in, as `splash-trt serve` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Outcomes in the order asked for, the ceiling last, and what they rest on."""
+    """Outcomes in the order asked for, the ceiling last, and the assumptions behind them."""
 
     outcomes: tuple[Outcome, ...]
     capacity_tokens: dict[str, int]
-    """Distinct tokens that each layout's cache holds, alone in its deployment."""
+    """Distinct tokens that each layout's cache holds if it is the only one of its deployment."""
     assumptions: tuple[tuple[str, str], ...]
-    """(what, value), as they are printed."""
+    """(what it is about, text), as they are printed."""
 
     def speedups(self) -> dict[str, dict[str, float]]:
-        """By label: how many times as long as auto the others took, to the last token and, in the mean, a request."""
+        """{label: ratios} of every outcome but auto: its makespan over auto's, and its mean latency over auto's."""
         auto = next((o for o in self.outcomes if o.label == AUTO), None)
         if auto is None:
             return {}
@@ -55,8 +55,8 @@ class Comparison:
 
 
 def configs(base: EngineConfig, labels: Sequence[str]) -> dict[str, EngineConfig]:
-    """A deployment for each label: a layout alone, with a cache of its own size, or auto among the layouts that are
-    named too, all of them if none is."""
+    """A deployment for each label: a layout's allows that layout alone, so it has all the cache that the layout can
+    have; auto's allows the layouts that are named too, or all if none is."""
     alone = [Layout.parse(label) for label in labels if label != AUTO] or list(Layout)
     first = FIRST_LAYOUT if FIRST_LAYOUT in alone else alone[0]
     out: dict[str, EngineConfig] = {}
@@ -78,9 +78,10 @@ def compare(
     *,
     progress: Callable[[str], Progress] | None = None,
 ) -> Comparison:
-    """Run `load` once for each label, and at the ceiling if auto is among them. policy: makes auto's.
+    """Run `load` once for each label, and at the ceiling if auto is among them. policy: makes auto's policy.
 
-    An adversary goes against auto first; the others then get what it sent. ValueError says what does not fit.
+    An adversary runs against auto first; the others then get the requests that it sent. Raises ValueError if the model
+    or a request does not fit.
     """
     deployments = configs(base, labels)
     limit = min(longest_request(model, config) for config in deployments.values())
@@ -123,7 +124,7 @@ def compare(
 def _assumptions(
     model: ModelConfig, base: EngineConfig, trace: Trace, limit: int, shortened: int
 ) -> tuple[tuple[str, str], ...]:
-    """What of the load and the deployment the numbers rest on; the device's part is the caller's."""
+    """The assumptions about load and deployment; the caller adds those about model and device."""
     stored = ", ".join(f"{name} {value}" for name, value in stored_as(base).items())
     cut = f"{shortened} of {trace.num_requests} requests shortened to {limit} tokens, prompt and output together"
     return (
@@ -139,8 +140,8 @@ def _assumptions(
                    f"pages of {base.page_tokens} tokens, {base.plans_in_flight} plans in flight"),
         ("auto", f"starts in {FIRST_LAYOUT.name.lower()}; a switch begins with {base.migration_bytes} bytes a step and "
                  f"may slow steps by {base.migration_max_slowdown:.0%}"),
-        ("auto", "reckons with the very cost model that steps take their time by, unless it is told another device"),
+        ("auto", "decides by the same cost model that says how long steps take, unless --policy-device is given"),
         ("prefixes", "no prefix cache: every prompt is computed whole"),
         ("ceiling", "an upper bound that no server can reach: each step in its fastest layout, switching free, the "
-                    "roomiest layout's cache, under DP prompts shared out evenly over ranks"),
+                    "roomiest layout's cache, under DP prompts spread evenly over ranks"),
     )  # fmt: skip

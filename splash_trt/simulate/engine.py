@@ -1,6 +1,6 @@
-"""Stands in for the ranks in a simulation: how long a plan takes by the cost model, and which tokens come out of it.
+"""Stands in for the ranks in a simulation: a plan takes as long as the cost model says, and yields made-up tokens.
 
-It knows what the scheduler must not: after how many tokens each request ends.
+It knows what the scheduler must not know: after how many tokens each request ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ FILLER = 1
 
 
 class StepCost(Protocol):
-    """What of the cost model is used here."""
+    """The part of the cost model that is used here."""
 
     def step_s(self, batch: Batch) -> float:
         """Seconds that a step takes."""
 
 
 Price = Callable[[Plan, int], tuple[float, Layout]]
-"""(plan, bytes moved by the rank that moves most) -> (seconds, the layout that it takes them in)."""
+"""(plan, bytes that the rank which moves most sends and receives) -> (seconds, the layout that these are for)."""
 
 
 def plain_price(cost: StepCost, num_ranks: int) -> Price:
-    """A plan costs what the model says of it."""
+    """A plan takes what the cost model says, in the plan's layout."""
 
     def price(plan: Plan, moved_bytes: int) -> tuple[float, Layout]:
         return cost.step_s(Batch.of(plan, num_ranks, moved_bytes=moved_bytes)), plan.layout
@@ -50,12 +50,12 @@ def cheapest_price(
     held_tokens: Callable[[], int],
     waiting: Callable[[], int],
 ) -> Price:
-    """A plan costs what the fastest of the layouts takes whose whole cache holds what is held now, or of all of them
-    if none does.
+    """A plan takes what the fastest of these layouts would take: those whose cache, in total, holds the tokens that are
+    held now, and the roomiest in any case.
 
-    Owners and homes are those of the plan; but prompts, which plans of this kind compute one after the other, are taken
-    to lie on as many ranks under DP as there are prompts, in the plan and waiting. Nothing is moved: whatever layout
-    the step before had, each is there.
+    Owners and homes are those of the plan. But prompts, which these plans compute one after the other, are taken under
+    DP to be on as many ranks as there are prompts, in the plan and waiting. Changing the layout from step to step moves
+    nothing and takes no time.
     """
 
     def price(plan: Plan, moved_bytes: int) -> tuple[float, Layout]:
@@ -79,7 +79,7 @@ def cheapest_price(
 
 
 def _spread(batch: Batch, prompts: int) -> Batch:
-    """The same work, with that of prompts shared out evenly over `prompts` ranks, those that decode least."""
+    """The same work, but that of prompts is spread evenly over `prompts` ranks, those that decode least."""
     ranks = np.argsort(batch.decode_tokens, kind="stable")[:prompts]
 
     def even(values: np.ndarray) -> np.ndarray:
@@ -96,23 +96,24 @@ def _spread(batch: Batch, prompts: int) -> Batch:
 
 
 class SimulatedEngine:
-    """`execute` takes a plan as ranks do, and returns what, called, lets its time pass and gives its result.
+    """`execute` takes a plan as ranks do. It returns a function that advances the clock to the plan's end and returns
+    its result.
 
-    A plan begins when it is sent, or when the one before has ended. Slots are known by the seeds of the plans' sampling
-    parameters: each request's is its number. ended(numbers, now): told of each request's last token.
+    A plan begins when it is sent, or when the one before has ended if that is later. Which request is in a slot is
+    known by the seed in the plans' sampling parameters: it is the request's number.
     """
 
     def __init__(self, config: EngineConfig, sizes: Sizes, price: Price, clock: SimulatedClock, source: Source) -> None:
         self.tally = Tally(source.prompt_tokens, source.output_tokens)
         self.seconds_in = dict.fromkeys(Layout, 0.0)
-        """Of steps that computed something, by layout."""
+        """Time of the steps that computed something, by layout."""
         self.steps = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.layout = config.layout
-        """Of the step that ended last."""
+        """The layout of the step that ended last."""
         self.changes: list[tuple[float, int]] = [(0.0, int(config.layout))]
-        """(time, layout) from which the plans' layout was another."""
+        """(time, layout): from when on steps ran under which layout."""
         self._num_ranks = config.num_ranks
         self._sizes = sizes
         self._price = price
@@ -120,12 +121,12 @@ class SimulatedEngine:
         self._source = source
         self._number = np.zeros(config.max_running, np.int64)  # [slots]
         self._final = np.zeros(config.max_running, np.int64)  # [slots] the position of the last token
-        # What most results are views of; a request has at most one token in a step.
+        # Most results are views of these; a step yields at most one token per request.
         self._fillers = np.full(config.max_running, FILLER)
         self._zeros = np.zeros(config.max_running)
         self._no_ids = np.zeros((config.max_running, 0), np.int64)
         self._no_numbers = np.zeros((config.max_running, 0))
-        self._end_s = 0.0  # of the last plan
+        self._end_s = 0.0  # when the last plan ends
         self._epoch = 0
         self._well = (RankStatus("", 0.0),) * config.num_ranks
 
@@ -168,27 +169,27 @@ class SimulatedEngine:
         return result
 
     def _open(self, sampling: np.ndarray) -> None:
-        """Slots that have new requests."""
+        """Takes note of new requests in slots."""
         slots, numbers = sampling["slot"], sampling["seed"]
         self._number[slots] = numbers
         self._final[slots] = self._source.prompt_tokens[numbers] + self._source.output_tokens[numbers] - 1
 
     def _sampled(self, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(requests' numbers, positions of their new tokens, which are their last), [W] each."""
+        """(requests' numbers, positions of their new tokens, whether these are their last), [W] each."""
         slot, end = plan.slot, plan.start + plan.count
-        if len(plan.want_index) != plan.num_tokens:  # else every row is one token, and every one is wanted
+        if len(plan.want_index) != plan.num_tokens:  # otherwise every row is one token, and every token is wanted
             slot, end = slot[plan.want_row], end[plan.want_row]
         return self._number[slot], end, end == self._final[slot]
 
     def _statuses(self, plan: Plan, gap: float) -> tuple[RankStatus, ...]:
-        """As ranks report them: after every step that belongs to a switch."""
+        """The ranks' statuses, which they report after every step that belongs to a switch. gap: before the step."""
         begins, self._epoch = plan.epoch != self._epoch, plan.epoch
         if not (plan.attempt or begins):
             return ()
         return (RankStatus("", gap),) * self._num_ranks if gap else self._well
 
     def _moved_bytes(self, plan: Plan) -> int:
-        """What the rank that sends and receives most does of both, together, before and after the rows run."""
+        """Bytes that the rank which moves most sends and receives, added up, before and after the rows run."""
         if not plan.copies:
             return 0
         sent, received, _ = plan.copied_bytes(self._num_ranks, self._sizes.row_bytes, self._sizes.itemsize)

@@ -1,7 +1,7 @@
-"""Loads made from a seed: what serving is used for, in a few numbers each. `make` reads "name:key=value,…".
+"""Random loads of typical uses of a server, each described by a few numbers. `make` reads "name:key=value,…".
 
-Lengths are log-normal: `…_tokens` and `output_median` are medians, sigma is that of the logarithm. Every number can be
-set, and stands in the trace's notes.
+Lengths are log-normal: `…_tokens` and `output_median` are medians, `…_sigma` is the logarithm's standard deviation.
+Every number can be set, and is listed in the trace's notes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def rollouts(
     output_max: int = 32768,
     waves: int = 1,
 ) -> Trace:
-    """Reinforcement learning: prompts x samples answers, all asked for at once, and all must end before the next wave
-    begins. The long tail decides how long it takes."""
+    """Reinforcement learning: in each wave, prompts x samples answers are requested at once, and all must end before
+    the next wave begins. The longest answers decide how long it takes."""
     parts = []
     for _ in range(waves):
         prompt = np.repeat(_lengths(rng, prompts, prompt_tokens, prompt_sigma), samples)
@@ -56,8 +56,8 @@ def agents(
     pause_s: float = 3.0,
     start_s: float = 60.0,
 ) -> Trace:
-    """Agents: each turn's prompt is all that was said before and what a tool has answered, which takes a pause of
-    pause_s in the mean. Sessions begin at random within start_s; all share the first system_tokens."""
+    """Agents: each turn's prompt is all that was said before and what a tool has answered, for which there is a pause
+    of pause_s on average. Sessions begin at random times within start_s; all share the first system_tokens."""
     said = _lengths(rng, sessions * turns, turn_tokens, turn_sigma).reshape(sessions, turns)
     output = _lengths(rng, sessions * turns, output_median, output_sigma, most=output_max).reshape(sessions, turns)
     before = np.cumsum(said + output, axis=1) - said - output
@@ -84,8 +84,8 @@ def reasoning(
     clients: int = 0,
     rate: float = 1.0,
 ) -> Trace:
-    """Short questions and long thoughts, `rate` a second (a Poisson process), or from so many clients that each send
-    the next one when the last has ended."""
+    """Short questions with long chains of thought: `rate` per second (a Poisson process), or, if `clients` is given,
+    from that many clients, each of which sends the next one when its last has ended."""
     prompt = _lengths(rng, requests, prompt_tokens, prompt_sigma)
     output = _lengths(rng, requests, output_median, output_sigma, most=output_max)
     if clients:
@@ -109,11 +109,12 @@ def prompts(
 
 
 def random_trace(rng: Generator, *, phases: int = 0, size: float = 1.0, room_tokens: int = 2_000_000) -> Trace:
-    """One to four phases (0: chance says how many), each beginning when the one before has ended, of five kinds: few
-    clients, a crowd, long prompts, a crowd with more context than the cache holds, and two of these together.
+    """A sequence of phases (0: one to four, at random), each of which begins when the one before has ended. There are
+    five kinds: few clients, a crowd, long prompts, a crowd with more context than the cache holds (full), and two of
+    the first three at the same time (mixed).
 
-    One kind has most of the phases, so that over many seeds each layout is the best one for some. size: of all counts.
-    room_tokens: what data parallelism's cache holds; the full crowd wants about twice as much in the end.
+    One kind, chosen at random, has most of the phases, so that each layout is the best for some seeds. size: a factor
+    for all counts. room_tokens: what DP's cache holds; "full" needs about twice as much in the end.
     """
     kinds = ("few", "crowd", "prompts", "full", "mixed")
     favourite = kinds[rng.integers(len(kinds))]
@@ -142,7 +143,7 @@ def _phase(rng: Generator, kind: str, size: float, room_tokens: int) -> Trace:
         part = rollouts(rng, prompts=many, samples=8, prompt_tokens=256, output_median=median, output_sigma=0.4)
     elif kind == "prompts":
         part = prompts(rng, requests=count(4, 16), prompt_tokens=int(rng.integers(16_000, 64_000)))
-    else:  # mostly output, so that what the cache holds decides and not how fast prompts are computed
+    else:  # mostly output, so that the cache's size decides, and not how fast prompts are computed
         context = int(rng.integers(1500, 3000))
         many = max(8, round(size * 2 * room_tokens / context))
         prompt = context // 4
@@ -163,7 +164,7 @@ def _lengths(
     rng: Generator, count: int, median: float, sigma: float, *, most: float = float(1 << 30)
 ) -> np.ndarray:
     """[count] int64, log-normal, from 1 to `most`."""
-    with np.errstate(over="ignore"):  # `most` stands for what no float holds
+    with np.errstate(over="ignore"):  # what overflows becomes `most`
         return np.clip(np.rint(median * np.exp(rng.normal(0, sigma, count))), 1, most).astype(np.int64)
 
 
@@ -174,7 +175,7 @@ ADVERSARY = "adversary"
 
 
 def names() -> tuple[str, ...]:
-    """What a load's description may begin with."""
+    """The names that a load's description may begin with."""
     return (*GENERATORS, ADVERSARY)
 
 
@@ -203,16 +204,16 @@ COUNTS = {
     "agents": ("sessions", "turns"),
     "random": ("phases", "size"),
 }
-"""The keys that multiply to how many requests there are (of random: of a thousand), where it is not `requests`."""
+"""The keys whose product is the number of requests (for random: in thousands), if that is not the key `requests`."""
 
 
 def counts(name: str) -> tuple[str, ...]:
-    """The keys that say how many requests a load has."""
+    """The keys whose product is a load's number of requests."""
     return COUNTS.get(name, ("requests",))
 
 
 def _check_count(name: str, values: Mapping[str, int | float]) -> None:
-    """ValueError before a load is made that no memory holds."""
+    """Raises ValueError for a load that is too large for memory, before it is made."""
     asked = math.prod(max(1, values[key]) for key in counts(name)) * (1000 if name == "random" else 1)
     if asked > MOST:
         keys = " or ".join(counts(name))

@@ -1,4 +1,4 @@
-"""The cost model asked directly, without a scheduler: which layout is fastest for which shape of load."""
+"""Which layout is fastest for which shape of load, from the cost model alone, without a scheduler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LAYOUTS = tuple(Layout)
 def shape(
     layout: Layout, num_ranks: int, concurrency: int, context: int, prompt_begin: int = 0, prompt_count: int = 0
 ) -> Batch:
-    """A step of `concurrency` requests with `context` rows each that get a token, dealt out to ranks evenly, and of
-    prompt_count tokens of a prompt from prompt_begin on, at the rank that has fewest of the others."""
+    """A step in which `concurrency` requests with `context` rows each, spread evenly over ranks, get a token, and
+    prompt_count tokens of a prompt are computed from prompt_begin on, on a rank that has the fewest requests."""
     tokens = np.full(num_ranks, concurrency // num_ranks, np.float64)
     tokens[: concurrency % num_ranks] += 1
     chunk = np.zeros(num_ranks)
@@ -43,8 +43,8 @@ def shape(
 def seconds(
     cost: StepCost, config: EngineConfig, layout: Layout, concurrency: int, context: int, prompt: int
 ) -> float:
-    """What `concurrency` decoding requests and one prompt take together until the prompt is computed, chunk by chunk;
-    one step without a prompt."""
+    """Seconds until a prompt is computed, chunk by chunk, while `concurrency` requests decode; of one decode step if
+    `prompt` is 0."""
     if not prompt:
         return cost.step_s(shape(layout, config.num_ranks, concurrency, context))
     total, begin = 0.0, 0
@@ -56,7 +56,8 @@ def seconds(
 
 
 def rooms(model: ModelConfig, config: EngineConfig) -> dict[Layout, Capacity]:
-    """What each layout's cache holds, alone in its deployment; without those whose weights do not fit."""
+    """What each layout's cache holds if it is the only one of its deployment; without layouts whose weights do not fit.
+    """
     found = {}
     for layout in LAYOUTS:
         try:
@@ -67,10 +68,10 @@ def rooms(model: ModelConfig, config: EngineConfig) -> dict[Layout, Capacity]:
 
 
 def holds(room: Capacity, num_ranks: int, concurrency: int, context: int, prompt: int) -> bool:
-    """Whether there is cache for all that, requests dealt out evenly."""
+    """Whether the cache holds `concurrency` requests of `context` tokens, spread evenly, and a prompt."""
     pages, own = -(-context // room.page_tokens), -(-prompt // room.page_tokens)
     if room.placement is PlacementKind.OWNED:
-        # The last rank has the prompt, and the fewest of the others.
+        # The last rank has the prompt, and the fewest of the requests.
         most, least = -(-concurrency // num_ranks), concurrency // num_ranks
         return max(most * pages, least * pages + own) <= min(room.pages_per_rank)
     return concurrency * pages + own <= room.total_pages
@@ -78,7 +79,7 @@ def holds(room: Capacity, num_ranks: int, concurrency: int, context: int, prompt
 
 @dataclass(frozen=True)
 class Map:
-    """Which layout is best. Axes: prompts [P], contexts [X], concurrencies [Y]."""
+    """Which layout is the fastest. Axes: prompts [P], contexts [X], concurrencies [Y]."""
 
     prompts: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -86,7 +87,7 @@ class Map:
     best: np.ndarray
     """[P, Y, X] int: a layout, or NO_ROOM where no layout holds that much."""
     gain: np.ndarray
-    """[P, Y, X]: the time of the next best layout that holds it over that of the best; infinite if no other does."""
+    """[P, Y, X]: the time of the second best layout that has room, over that of the best; infinite if there is none."""
 
 
 def best_layouts(
@@ -98,7 +99,7 @@ def best_layouts(
     contexts: Sequence[int],
     concurrencies: Sequence[int],
 ) -> Map:
-    """Ask for every point."""
+    """The map of all combinations of these prompts, contexts and concurrencies."""
     found = rooms(model, config)
     best = np.full((len(prompts), len(concurrencies), len(contexts)), NO_ROOM)
     gain = np.full(best.shape, np.inf)

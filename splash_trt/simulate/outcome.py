@@ -17,7 +17,7 @@ CEILING = "ceiling"
 
 
 def percentile(values: np.ndarray, percent: float) -> float:
-    """Of the values that are numbers, interpolated; NaN if there is none."""
+    """A percentile of the values that are not NaN, interpolated; NaN if there is none."""
     known = values[~np.isnan(values)]
     return float(np.percentile(known, percent)) if len(known) else float("nan")
 
@@ -32,20 +32,20 @@ class Outcome:
     """From the start to the last token."""
     prompt_tokens: int
     output_tokens: int
-    """Of all requests; tokens computed twice count once."""
+    """Of all requests, like prompt_tokens; tokens that are computed twice count once."""
     ttft_s: np.ndarray
     """From arrival to the first token."""
     tpot_s: np.ndarray
-    """From the first token to the last, for each token after the first; NaN where there is one token only."""
+    """Time from the first token to the last, per token after the first; NaN if there is only one token."""
     latency_s: np.ndarray
     """From arrival to the last token."""
     gap_p50_s: float
     gap_p99_s: float
-    """Percentiles over all tokens of the time since the same request's token before."""
+    """Percentiles, over all tokens, of the time since the previous token of the same request."""
     gap_max_s: float
     steps: int
     recomputed: int
-    """How often a running request had to give its cache up, to be computed again later."""
+    """How often a running request had to give up its cache, which was computed again later."""
     layout_share: dict[str, float]
     """Share of the steps' time, by layout."""
     num_switches: int
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def worst_stall_s(self) -> float:
-        """Of all switches whose stall is known, in seconds; 0 if there are none."""
+        """The longest stall of the switches whose stall is known, in seconds; 0 if there are none."""
         return max((record.stall_s for record in self.switches if record.stall_s is not None), default=0.0)
 
     def summary(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Outcome:
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but single requests' times."""
+        """Everything but the times of single requests."""
         records = [dataclasses.asdict(record) for record in self.switches]
         return self.summary() | {
             "switches": records,
@@ -102,6 +102,6 @@ class Outcome:
         }
 
     def to_bytes(self) -> bytes:
-        """All of it; the same bytes for the same run."""
+        """Everything; equal runs give equal bytes."""
         head = json.dumps(self.to_json(), sort_keys=True).encode()
         return head + b"".join(values.tobytes() for values in (self.ttft_s, self.tpot_s, self.latency_s))

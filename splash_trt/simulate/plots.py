@@ -1,4 +1,4 @@
-"""Pictures of a comparison. They need matplotlib, from the [perf] extra."""
+"""Plots of a comparison. They need matplotlib, from the [perf] extra."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def pyplot() -> Any:
 def draw(
     folder: Path, comparison: Comparison, model: ModelConfig, config: EngineConfig, cost: StepCost, title: str
 ) -> list[Path]:
-    """All pictures into `folder`; their paths. ValueError without matplotlib, OSError if a file cannot be written."""
+    """Draws all plots into `folder`; returns their paths. ValueError without matplotlib, OSError if a file cannot be
+    written."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     made = []
@@ -57,7 +58,8 @@ def draw(
 
 
 def timeline(plt: Any, comparison: Comparison, title: str) -> Any:
-    """Over time: auto's layout, everyone's throughput, requests, and the share of the cache that is in use."""
+    """Over time: auto's layout, the throughput of all but the ceiling, and auto's requests and share of the cache in
+    use."""
     shown = next((o for o in comparison.outcomes if o.label == AUTO), comparison.outcomes[0])
     figure, axes = plt.subplots(
         4, 1, figsize=(11, 9), sharex=True, height_ratios=(0.55, 2, 1.5, 1.2), layout="constrained"
@@ -114,7 +116,7 @@ def _throughput(axis: Any, outcome: Outcome, *, thick: bool) -> None:
 
 
 def tpot(plt: Any, model: ModelConfig, config: EngineConfig, cost: StepCost, title: str) -> Any:
-    """A decode step's time against concurrency, as far as each layout's cache goes, for three contexts."""
+    """A decode step's time over concurrency, up to what each layout's cache holds, for three contexts."""
     contexts, found = (1024, 8192, 65536), rooms(model, config)
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.6), sharey=True, layout="constrained")
     figure.suptitle(f"{title}: time per output token, from the cost model", fontsize=11)
@@ -138,7 +140,8 @@ def tpot(plt: Any, model: ModelConfig, config: EngineConfig, cost: StepCost, tit
 
 
 def best_map(plt: Any, model: ModelConfig, config: EngineConfig, cost: StepCost, title: str) -> Any:
-    """The best layout over concurrency and context, one panel a prompt length; paler where the next is hardly worse."""
+    """The fastest layout over concurrency and context, one panel per prompt length; paler where the second is hardly
+    slower."""
     longest = config.context_of(model.max_positions)
     prompts = [prompt for prompt in PROMPTS if prompt < longest]
     contexts = [context for context in CONTEXTS if context <= longest]

@@ -1,4 +1,4 @@
-"""A comparison as text: one line a run, what auto did, and what it all rests on."""
+"""A comparison as text: one line per run, what auto did, and the assumptions."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def text(comparison: Comparison) -> str:
 
 
 def table(comparison: Comparison) -> list[str]:
-    """Columns aligned; the first to the left, numbers to the right."""
+    """The outcomes as aligned lines, below the headings."""
     return aligned([HEADINGS, *(_row(outcome) for outcome in comparison.outcomes)])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of equal columns, a rule below the first."""
+    """Lines with aligned columns, the first column to the left, the others to the right, and a rule below line one."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])

@@ -1,5 +1,5 @@
-"""A run of the server's own scheduler, policy and orchestrator against simulated ranks, from the first arrival to the
-last token."""
+"""Runs the server's own scheduler, policy and orchestrator against simulated ranks, from the first arrival to the last
+token."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from splash_trt.simulate.outcome import CEILING, Outcome
 from splash_trt.simulate.source import Source
 from splash_trt.simulate.tally import Series
 
-IDLE_TURN_S = 1e-3  # what a turn of rank 0's loop takes in which nothing is sent and nothing is on its way
-MOST_IDLE_TURNS = 1_000_000  # in a row; no deadline of a switch is longer, so nothing would ever happen
+IDLE_TURN_S = 1e-3  # the time that a turn of rank 0's loop takes if nothing is sent and nothing is in flight
+MOST_IDLE_TURNS = 1_000_000  # in a row: longer than any deadline of a switch, so nothing would ever happen
 PROGRESS_STEPS = 256
 
 Progress = Callable[[float, int], None]
@@ -38,7 +38,7 @@ Progress = Callable[[float, int], None]
 
 
 def longest_request(model: ModelConfig, config: EngineConfig) -> int:
-    """Tokens, prompt and output together, that a request may have under `config`."""
+    """The most tokens, prompt and output together, that a request may have under `config`."""
     return min(config.context_of(model.max_positions), request_tokens(model, config))
 
 
@@ -52,7 +52,7 @@ def simulate(
     policy: Policy | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Serve all of `source`. Without a policy config.layout stays, with one the layout follows it."""
+    """Serve all requests of `source`, in the layouts that `policy` chooses; without a policy, in config.layout."""
     engine_price = plain_price(cost, config.num_ranks)
     return _Run(model, config, source, policy=policy).serve(lambda _: engine_price, label, progress)
 
@@ -65,19 +65,20 @@ def ceiling(
     *,
     progress: Progress | None = None,
 ) -> Outcome:
-    """What nobody can reach: the same scheduler, each step taking as long as under the layout that is fastest for it,
-    with every layout's weights and every request's cache always where that layout wants them.
+    """An upper bound that no server can reach: the same scheduler, but each step takes as long as in the layout that is
+    fastest for it, as if every layout's weights, and every request's cache in its placement, were always there.
 
-    Room: admission goes by the roomiest of the allowed layouts alone, all the time, and a step may take the time of any
-    layout whose total of distinct tokens is no less than what is held, however it would lie on its ranks. Owners and
-    homes are those that admission chose. Prompts are computed one after the other, as in every layout but DP, whose
-    step is taken to have them shared out over its ranks all the same (see engine.cheapest_price). It bounds what
-    following the load can bring with this scheduler, not what another scheduler could do; and it is greedy: where
-    letting in fewer requests ends the last one sooner, a run can come out ahead of it by a hair.
+    Room: requests are admitted as in the roomiest of the allowed layouts. A step may take the time of any layout that
+    holds, in total over its ranks, the distinct tokens that are held then, whether or not they would fit on each rank.
+    Owners and homes are those that admission chose. Prompts are computed one after the other, as in every layout but
+    DP; a step in DP is taken to have them spread over its ranks (see engine.cheapest_price).
+
+    This bounds what following the load can bring with this scheduler, not what another scheduler could do. And it is
+    greedy: if admitting fewer requests ends the last one sooner, a run can be ahead of it by a hair.
     """
     room = {layout: capacity(model, config, layout).total_tokens for layout in config.allowed_layouts}
     roomiest = max(room, key=lambda layout: (room[layout], layout is not Layout.TP))
-    # CP's accounting for DP's room, which is as large: DP's would make plans with prompts spread over owners.
+    # If DP is the roomiest, admit as in CP, which has as much room: in DP, plans would have prompts of several owners.
     accounting = Layout.CP if roomiest is Layout.DP else roomiest
     alone = dataclasses.replace(config, layout=accounting, layouts=())
 
@@ -91,7 +92,7 @@ def ceiling(
 
 
 class _Run:
-    """One server and one load."""
+    """One run: a server and a load."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, source: Source, *, policy: Policy | None) -> None:
         self._config = config
@@ -99,12 +100,12 @@ class _Run:
         self._policy = policy
         self._sizes = model_sizes(model, config)
         self._scheduler = scheduler_of(model, config)
-        # What a client would ask for that does not know how long answers get: enough, the same for all.
+        # What a client asks for that does not know how long answers get: enough for the longest, the same for all.
         self._max_tokens = 1 << (source.max_output - 1).bit_length()
         self._prompts: dict[int, tuple[int, ...]] = {}
 
     def serve(self, price_of: Callable[[Scheduler], Price], label: str, progress: Progress | None) -> Outcome:
-        """To the end."""
+        """Serve all requests to the end."""
         clock, source, scheduler = SimulatedClock(), self._source, self._scheduler
         engine = SimulatedEngine(self._config, self._sizes, price_of(scheduler), clock, source)
         orchestrator = Orchestrator(
@@ -146,7 +147,7 @@ class _Run:
         return self._outcome(label, engine, series)
 
     def _request(self, number: int) -> Request:
-        """As a client sends it: with a limit, without a word of how long it will be."""
+        """A request as a client sends it: with max_tokens, but without the length that its answer will have."""
         length = int(self._source.prompt_tokens[number])
         prompt = self._prompts.get(length)
         if prompt is None:

@@ -1,4 +1,4 @@
-"""Who sends the next request: a trace, or something that watches the server (adversary.py)."""
+"""Where a simulation's requests come from: a trace, or a load that watches the server (adversary.py)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from splash_trt.simulate.traces import Trace
 
 
 class Source(Protocol):
-    """Numbers its requests from 0. Arrays [R]: what requests that have arrived are like."""
+    """A source of requests, which are numbered from 0. The arrays [R] are valid for requests that have arrived."""
 
     prompt_tokens: np.ndarray
     output_tokens: np.ndarray
 
     @property
     def max_output(self) -> int:
-        """The largest output of all requests."""
+        """The largest number of output tokens of all requests."""
 
     def next_s(self) -> float | None:
-        """When the next request is due, as far as is known; None: none before another ends."""
+        """When the next request arrives, as far as is known; None: not before another ends, or never."""
 
     def due(self, now: float) -> list[tuple[float, int]]:
-        """(time, number) of requests that have arrived by now; each is told once."""
+        """(time, number) of the requests that have arrived by now; each is returned once."""
 
     def ended(self, numbers: list[int], now: float) -> None:
-        """These requests have ended."""
+        """To be called when these requests have ended."""
 
     def watch(self, layout: Layout, now: float) -> None:
-        """The layout of the step that has just ended."""
+        """To be called after each step, with its layout."""
 
 
 class TraceSource:
-    """Arrivals of a trace, by the clock and by what has ended."""
+    """A Source of a trace's requests, which arrive by the clock or after others have ended."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -47,7 +47,7 @@ class TraceSource:
             self._children[int(trace.after[number])].append(number)
         self._bounds = np.searchsorted(trace.wave, np.arange(int(trace.wave[-1]) + 2)).tolist()
         self._wave = -1
-        self._left = 0  # requests of the waves begun that have not ended
+        self._left = 0  # requests of the waves begun so far that have not ended
         self._heap: list[tuple[float, int]] = []
         self._next_wave(0.0)
 
@@ -73,7 +73,7 @@ class TraceSource:
             self._next_wave(now)
 
     def watch(self, layout: Layout, now: float) -> None:
-        """A trace does not care."""
+        """Does nothing: a trace does not depend on layouts."""
 
     def _next_wave(self, now: float) -> None:
         while not self._left and self._wave + 2 < len(self._bounds):

@@ -1,4 +1,4 @@
-"""Collects a simulated run's results step by step and evaluates them hundreds of steps at a time, not token by token.
+"""Collects a simulated run's results step by step, and evaluates them hundreds of steps at a time, which is faster.
 
 R requests. Times in seconds.
 """
@@ -16,10 +16,10 @@ GAP_BINS = 10 * GAP_BINS_PER_DECADE
 
 
 class Tally:
-    """When requests got their first and their last token, and how long tokens let each other wait."""
+    """When requests got their first and their last token, and the times between two tokens of a request (gaps)."""
 
     def __init__(self, prompt_tokens: np.ndarray, output_tokens: np.ndarray) -> None:
-        """The arrays [R] are read when tokens come, so they may still be filled in as requests arrive."""
+        """The arrays [R] are read when tokens come, so entries may still be filled in as requests arrive."""
         self._prompt = prompt_tokens
         self._output = output_tokens
         count = len(prompt_tokens)
@@ -38,7 +38,7 @@ class Tally:
             self.flush()
 
     def flush(self) -> None:
-        """Reckon what has been collected."""
+        """Evaluate the steps that have been collected."""
         if not self._steps:
             return
         times = np.repeat([s[0] for s in self._steps], [len(s[1]) for s in self._steps])
@@ -46,7 +46,7 @@ class Tally:
         ends = np.concatenate([s[2] for s in self._steps])
         self._steps = []
         index = ends - self._prompt[numbers]
-        real = index < self._output[numbers]  # a plan that was on its way when the last token came makes one too many
+        real = index < self._output[numbers]  # a plan that was in flight when the last token came makes one too many
         order = np.flatnonzero(real)
         order = order[np.argsort(numbers[order], kind="stable")]
         numbers, index, times = numbers[order], index[order], times[order]
@@ -80,7 +80,7 @@ MAX_SAMPLES = 4096
 
 @dataclass
 class Series:
-    """The course of a run for plots: a look at every `every` steps, thinned so that there are never too many.
+    """The course of a run, for plots: a sample every `every` steps. When there are MAX_SAMPLES, every other is dropped.
 
     Parallel lists; `output` and `prompt` are tokens computed so far.
     """
@@ -93,7 +93,7 @@ class Series:
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     cache: list[float] = field(default_factory=list)
-    """Share of all pages that hold something."""
+    """Share of all pages that requests hold."""
 
     def add(
         self, time_s: float, layout: int, output: int, prompt: int, running: int, waiting: int, cache: float

@@ -1,6 +1,7 @@
-"""Requests as a load brings them: when, how long the prompt, how long the answer. Readers of two public formats.
+"""Traces: when each request of a load arrives, and how long its prompt and its answer are. Readers of two public
+formats.
 
-R requests, numbered from 0 in the order in which ties are broken.
+R requests, numbered from 0; of requests that arrive at the same time, the lower number is first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ NOT_AFTER = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Arrays of R. A load is open where requests arrive by the clock, closed where they wait for others to end."""
+    """Arrays [R]. A request arrives by the clock (an open load), or after another has ended (a closed one)."""
 
     name: str
     arrival_s: np.ndarray
-    """float64: seconds after the begin of the request's wave; where `after` names a request, after that one's end."""
+    """float64: seconds after the begin of the request's wave, or, if `after` names a request, after that one's end."""
     prompt_tokens: np.ndarray
     """int64, at least 1."""
     output_tokens: np.ndarray
@@ -35,9 +36,9 @@ class Trace:
     after: np.ndarray
     """int64: an earlier request of the same wave that has to end first, or NOT_AFTER."""
     wave: np.ndarray
-    """int64, never falling: wave 0 begins at once, each other one when all requests of those before have ended."""
+    """int64, never decreasing: wave 0 begins at once, each other wave when all requests of earlier ones have ended."""
     notes: tuple[str, ...] = field(default=())
-    """What a reader of the results should know of this load."""
+    """What a reader of the results should know about this load."""
 
     def __post_init__(self) -> None:
         numbers = np.arange(len(self.arrival_s))
@@ -63,7 +64,7 @@ class Trace:
         after: np.ndarray | None = None,
         notes: tuple[str, ...] = (),
     ) -> Trace:
-        """One wave, sorted by arrival where nothing waits for anything."""
+        """A trace of one wave; without `after`, requests are sorted by arrival."""
         count = len(arrival_s)
         order = np.argsort(arrival_s, kind="stable") if after is None else np.arange(count)
         return cls(
@@ -87,9 +88,9 @@ class Trace:
         )
 
     def clipped(self, limit: int) -> tuple[Trace, int]:
-        """No request above `limit` tokens, prompt and output together; with how many were shortened.
+        """The trace with no request above `limit` tokens, prompt and output together, and how many were shortened.
 
-        The prompt gives way: its length matters less to how the load unfolds than the number of steps.
+        It is the prompt that is shortened, if that is enough: the number of steps matters more to how the load unfolds.
         """
         assert limit >= 2
         output = np.minimum(self.output_tokens, limit - 1)
@@ -103,7 +104,7 @@ class Trace:
 
 
 def joined(name: str, parts: Sequence[Trace], *, in_turn: bool) -> Trace:
-    """One trace of several: all at the same time, or each when the one before has ended entirely."""
+    """Joins traces into one: all at the same time, or in_turn, each when the one before has ended entirely."""
     assert in_turn or all(part.wave[-1] == 0 for part in parts)
     after, wave, begin, waves = [], [], 0, 0
     for part in parts:
@@ -175,7 +176,7 @@ def _azure(path: Path, file: Any) -> Iterator[Row]:
 
 
 def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
-    """The reader's, with its errors (a field of more than 128 KiB) by file and line."""
+    """The reader's rows; its errors (a field of more than 128 KiB) become ValueErrors with file and line."""
     while True:
         try:
             cells = next(reader, None)
@@ -220,7 +221,7 @@ def _tokens(where: str, name: str, value: Any) -> int:
 
 
 def _timestamp(where: str, text: str) -> float:
-    """Seconds; seven digits after the point, as .NET writes them, are kept as far as a float goes."""
+    """Seconds since 1970, UTC if no zone is given. Accepts fractions of seven digits, as .NET writes them."""
     match = TIMESTAMP.fullmatch(text)
     try:
         if match is None:
