@@ -1,1 +1,1 @@
-"""Measures steps of an engine on its ranks and fits the description of the device to them."""
+"""`splash-trt calibrate`: measures an engine's steps on its ranks, and fits the description of the device to them."""

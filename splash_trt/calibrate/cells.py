@@ -1,8 +1,8 @@
-"""The steps that calibration times: what is in their batches, and the plans that ask ranks for them.
+"""The steps that calibration times (cells): what is in their batches, and the plans for them.
 
-Plans are made here, not by the scheduler: every cell is one batch, repeated as it is with other random ids, whose
-contexts are whatever lies in the cache. Layouts take turns; weights of FULL residency stay where they are, with the
-pages below them, so that a change of layout is a new epoch and moves nothing.
+Plans are made here, not by the scheduler. A cell is one batch, which is repeated with other random ids; its contexts
+are whatever is in the cache. Layouts take turns. The other ranks' heads (FULL residency) always stay in the arena, and
+only pages below them are used, so that a change of layout is a new epoch and moves nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CHUNKS = (16, 64, 256, 1024, 2048, 8192)
 PREFIXES = (0, 512, 2048, 8192, 32768)
 MOVED_PAGES = (4, 16)
 PAGE_TOKENS = EngineConfig.page_tokens
-"""Calibration keeps to the default."""
+"""Calibration uses the default."""
 SEED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of cells: cache tokens on one rank, tokens of one context, requests, tokens of one step."""
+    """What a cell may have at most: cache tokens on one rank, tokens of one context, requests, tokens of one step."""
 
     cache_tokens: int
     context: int
@@ -42,12 +42,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """rows: (cache rows before, tokens, owner or home) of each request."""
+    """A batch to time. rows: (cache rows before the step, tokens in the step, owner or home) of each request."""
 
     layout: Layout
     rows: tuple[tuple[int, int, int], ...]
     moved_pages: int = 0
-    """Sent by rank 0 to rank 1 and the reverse, before the rows run."""
+    """So many pages go from rank 0 to rank 1, and as many back, before the rows run."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,8 @@ class Cell:
 
 
 def grid(layouts: tuple[Layout, ...], num_ranks: int, limits: Limits) -> list[Cell]:
-    """Decode batches by contexts, prompts' chunks by what came before, both together, and copies beside decoding."""
+    """Cells: decode batches x contexts, chunks of prompts x what precedes them, both together, and copies of pages with
+    a decode batch."""
     batches = [_decodes(batch, context, num_ranks) for context in CONTEXTS for batch in BATCHES]
     batches += [((start, chunk, 0),) for start in PREFIXES for chunk in CHUNKS]
     for chunk in CHUNKS[1:]:
@@ -83,7 +84,7 @@ def _decodes(batch: int, context: int, num_ranks: int) -> tuple[tuple[int, int, 
 
 
 def random_cells(layouts: tuple[Layout, ...], num_ranks: int, limits: Limits, count: int, seed: int) -> list[Cell]:
-    """Batches of any sizes, contexts and owners: what a load brings that no grid has."""
+    """Batches of random sizes, contexts and owners, as a real load has them and a grid does not."""
     source = random.Random(seed)
     found: list[Cell] = []
     while len(found) < count:
@@ -100,7 +101,7 @@ def random_cells(layouts: tuple[Layout, ...], num_ranks: int, limits: Limits, co
 
 
 def _fits(rows: tuple[tuple[int, int, int], ...], limits: Limits) -> bool:
-    """In every layout, whoever owns what."""
+    """Whether a batch is within the limits in every layout, whoever owns the requests."""
     tokens = sum(count for _, count, _ in rows)
     cached = sum(num_pages(start + count, PAGE_TOKENS) * PAGE_TOKENS for start, count, _ in rows)
     longest = max(start + count for start, count, _ in rows)
@@ -113,7 +114,7 @@ def _fits(rows: tuple[tuple[int, int, int], ...], limits: Limits) -> bool:
 
 
 class PlanMaker:
-    """Makes plans for cells, one after another: steps and epochs count on."""
+    """Makes the plans of cells, one after another, with rising numbers of steps and epochs."""
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
@@ -124,7 +125,7 @@ class PlanMaker:
         self._layout = config.layout
 
     def plans(self, cell: Cell, count: int) -> Iterator[Plan]:
-        """`count` plans of the cell; the first carries tables and parameters, and is not one to time."""
+        """`count` plans of the cell. The first carries block tables and sampling parameters: do not time it."""
         config, layout = self._config, cell.layout
         if layout is not self._layout:
             self._epoch, self._layout = self._epoch + 1, layout
@@ -175,7 +176,7 @@ class PlanMaker:
 
 
 def _sampling(count: int) -> np.ndarray:
-    """Parameters of so many slots: what a request gets that says nothing."""
+    """Sampling parameters of `count` slots: the defaults."""
     out = np.zeros(count, SAMPLING_DTYPE)
     plain = SamplingParams()
     for name in SAMPLING_DTYPE.names or ():
@@ -188,7 +189,7 @@ def _sampling(count: int) -> np.ndarray:
 
 
 def _moves(pages: int, first: int, page_tokens: int) -> np.ndarray:
-    """Unused pages from rank 0 to rank 1, and as many back."""
+    """`moves` of unused pages, those from `first` on, from rank 0 to rank 1, and as many back."""
     there = [(0, first + i, 1, first + pages + i, 0, page_tokens) for i in range(pages)]
     back = [(1, first + i, 0, first + pages + i, 0, page_tokens) for i in range(pages)]
     return np.array(there + back, np.int32).reshape(-1, 6)

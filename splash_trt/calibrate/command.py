@@ -1,7 +1,7 @@
-"""`splash-trt calibrate`: starts ranks as `serve` does, and keeps what was found beside the engine.
+"""`splash-trt calibrate`: starts ranks as `serve` does, and writes the result into the engine's folder.
 
 Exit codes: 0; 130 after SIGINT and 143 after SIGTERM, when mpirun and its ranks have ended; 2 for what a user got
-wrong; mpirun's own (that of the rank that died first) or 1 after anything else. The ranks notice a killed command by
+wrong; otherwise mpirun's own (that of the rank that died first), or 1. If this process is killed, its ranks notice by
 their lifelines.
 """
 
@@ -44,7 +44,7 @@ def calibrate_engine(
     run_on: str,
     lifeline_path: Path | None,
 ) -> None:
-    """The command (splash_trt/commands/calibrate.py), by its options. lifeline_path: on a rank that `_start` began."""
+    """The command, with its options (commands/calibrate.py). lifeline_path: given to the ranks that `_start` starts."""
     if lifeline_path is not None:
         lifeline.hold(lifeline_path, f"rank {environment.mpi_rank()}")
     engine = or_fail(lambda: open_engine(folder))
@@ -66,7 +66,7 @@ def calibrate_engine(
     if environment.under_mpirun():
         run_under_mpi(program, STEP_DEADLINE_S, run_on=run_on)
     if ranks == 1:
-        # At once: an interpreter that ends in order while a rank's thread computes aborts.
+        # Exit at once: an interpreter that shuts down in order while a rank's thread computes would abort.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os._exit(128 + number))
         ThreadWorld(1, STEP_DEADLINE_S, torch.device("cuda", 0) if place == "gpu" else CPU).run(program)
@@ -83,7 +83,7 @@ def _check(path: Path, ranks: int) -> None:
 
 
 def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | None, run_on: str) -> int:
-    """Run this command as the ranks of an mpirun; its exit code."""
+    """Run this command as the ranks of an mpirun; returns the exit code."""
     told: list[int] = []
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         line_path = Path(folder) / "lifeline"
@@ -94,7 +94,7 @@ def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | 
         line = lifeline.Lifeline(line_path)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: told.append(number))
-        # A session of its own: Ctrl-C reaches this process only, which ends the ranks and waits for them.
+        # In a session of its own, so that Ctrl-C reaches this process only, which ends the ranks and waits for them.
         mpirun = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=environment.for_mpirun(), start_new_session=True
         )

@@ -1,8 +1,9 @@
-"""From measured steps to a device's factors and times, by non-negative least squares on relative errors.
+"""Fits a device's factors and times to measured steps, by non-negative least squares on relative errors.
 
-A predicted time is homogeneous of degree one in what is fitted (it is a sum of maxima of sums), so it equals the sum of
-its shares, and a fit scales each share. Which rank or which side of a roofline counts may change with the scales: a few
-rounds settle that. Each scale is drawn to 1 a little, so that what no step shows stays as it was described.
+A predicted time is a sum of maxima of sums of what is fitted. So it is homogeneous of degree one in that, and equals
+the sum of its shares (CostModel.shares); the fit finds a scale for each share. Which rank, or which side of a roofline,
+is the maximum may change with the scales, so the fit is repeated for a few rounds. Each scale is drawn a little towards
+1, so that what no step depends on stays as it was described.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from splash_trt.scheduler.device import Device
 
 ROUNDS = 6
 PULL = 0.05
-"""Weight of a scale's distance from 1 against one step's relative error."""
+"""The weight of a scale's distance from 1, relative to that of one step's relative error."""
 LEAST = 1e-3
-"""Of a scale: at 0 a share could not be seen to grow again."""
+"""The least scale: from 0, a share could not grow again in a later round."""
 TOLERATED = 0.3
-"""Relative errors beyond it count less and less: on a shared machine some medians are of something else."""
+"""Steps with a larger relative error get less weight: on a shared machine some medians were disturbed."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Sample:
 
     batch: Batch
     seconds: float
-    """Median over rounds."""
+    """The median over rounds."""
 
 
 def fit(model: ModelConfig, config: EngineConfig, device: Device, samples: Sequence[Sample]) -> Device:
-    """`device` with the times and factors that describe the samples best."""
+    """`device` with the times and factors that fit the samples best."""
     measured = np.array([sample.seconds for sample in samples])
     total = np.ones(len(SHARES))
     fitted = device
@@ -81,7 +82,7 @@ def nnls(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def scaled(device: Device, scale: dict[str, float]) -> Device:
-    """The device with each share of its times so many times as long."""
+    """The device with each share of a step's time multiplied by its entry in `scale`."""
     times = {name: getattr(device, name) * scale[name] for name in ("operation_s", "expert_s", "step_s")}
     collective = {name: getattr(device, name) * scale["collective_s"] for name in ("collective_s", "collective_hop_s")}
     kinds = {name for name in SHARES if not name.endswith("_s")}
@@ -90,6 +91,6 @@ def scaled(device: Device, scale: dict[str, float]) -> Device:
 
 
 def errors(model: ModelConfig, config: EngineConfig, device: Device, samples: Sequence[Sample]) -> np.ndarray:
-    """Relative errors of predictions, signed: 0.1 is predicted 10 % too long."""
+    """Signed relative errors of the predictions: 0.1 means that the prediction is 10 % too long."""
     cost = CostModel(model, config, device)
     return np.array([cost.step_s(sample.batch) / sample.seconds - 1 for sample in samples])

@@ -1,4 +1,4 @@
-"""Times cells on the ranks of a world: what every rank runs, and rank 0's rounds over the cells."""
+"""Times cells on the ranks of a world: what every rank runs (Bench), and rank 0's rounds over the cells (measure)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from splash_trt.scheduler.batch import Batch
 from splash_trt.weights.source import WeightSource
 from splash_trt.worker import Worker, start_worker
 
-STEPS = 3  # timed in a visit of a cell
-LONG_S = 0.3  # of steps that take longer, a visit times one
+STEPS = 3  # that a visit of a cell times
+LONG_S = 0.3  # if a step takes longer, the visit ends with it (on CPUs)
 MIN_CELLS = 16
 REFERENCE_ROWS = ((31, 1, 0), (31, 1, 0))  # two requests of one page each
-TELL_S = 5.0  # between two words on how far it is
+TELL_S = 5.0  # between two reports of progress
 PRODUCT_SIZE = 384
 
 Progress = Callable[[str], None]
@@ -45,7 +45,7 @@ def calibration_config(
     simulate_routing: str = "",
     experts_cut: str = "whole",
 ) -> EngineConfig:
-    """With room for the limits' cache on every rank beside the weights of FULL residency."""
+    """A configuration in which every rank has room for all heads (FULL residency) and for the limits' cache tokens."""
     config = EngineConfig(
         num_ranks=num_ranks,
         run_on=run_on,
@@ -67,7 +67,7 @@ def calibration_config(
 class Bench:
     """A model on this rank, with a cache full of random rows. Rank 0 measures while the others `follow`.
 
-    clock: seconds; a process's CPU time will do for ranks that are its threads, one of which runs at a time.
+    clock: in seconds. For ranks that are threads, one of which runs at a time, it may be the process's CPU time.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Bench:
         self._config = config
         self._model = model
         self._maker = PlanMaker(config, model.vocab_size)
-        # Real rows are finite and differ. The last pages that storage knows are not for use: weights lie there.
+        # Random, since real rows are finite and differ. The last pages are not used: heads are in their place.
         usable = memory_map(model, config, world.rank).num_pages(Residency.FULL)
         pages = self._worker.runner.storage.pages[:usable]
         pages.normal_(generator=torch.Generator(pages.device).manual_seed(1))
 
     def follow(self) -> None:
-        """Ranks other than 0: until `release`."""
+        """Ranks other than 0: execute plans until rank 0 calls `release`."""
         self._worker.follow()
         self._worker.runner.close()
 
@@ -98,7 +98,7 @@ class Bench:
         self._worker.runner.close()
 
     def visit(self, cell: Cell) -> tuple[Batch, list[float]]:
-        """The cell's batch, and the seconds of each of STEPS steps."""
+        """The cell's batch, and the seconds of each timed step: STEPS, or fewer if they are long."""
         plans = self._maker.plans(cell, STEPS + 1)
         first = next(plans)
         moved = 2 * cell.moved_pages * page_bytes(self._model, self._config)
@@ -107,7 +107,7 @@ class Bench:
         return batch, timed(first, plans)
 
     def _one_by_one(self, first: Plan, plans: Iterable[Plan]) -> list[float]:
-        """Seconds of each step but the first: ranks compute while a plan is handed to them."""
+        """Seconds of each step but the first, for runners that compute a step while they are given its plan."""
         self._worker.send(first)()
         times: list[float] = []
         for plan in plans:
@@ -119,8 +119,8 @@ class Bench:
         return times
 
     def _overlapped(self, first: Plan, plans: Iterable[Plan]) -> list[float]:
-        """The same where a step runs by itself once launched: each is launched before the last one's result is taken,
-        as in service, and its time is that from one result to the next."""
+        """Seconds of each step but the first, for runners that only launch it. As in service, each step is launched
+        before the result of the one before is taken; its time is that from one result to the next."""
         take, ends = self._worker.send(first), list[float]()
         for plan in plans:
             following = self._worker.send(plan)
@@ -133,13 +133,12 @@ class Bench:
 
 
 def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progress) -> list[Sample | None]:
-    """Rank 0: medians by cell, None for those that there was no time for (but for MIN_CELLS).
+    """Rank 0: the median time of each cell; None for cells that there was no time for. At least MIN_CELLS are visited.
 
-    Rounds over the cells go on until `seconds` are over, each in another order, so that what else the machine does
-    meanwhile hits all alike, and a first round that is cut short leaves out cells by chance. Before and after each
-    visit the same reference cell is visited: a visit's times count by how many of the reference's they are, since a
-    shared machine is slower at one time than at another by more than what is to be found out. What the first steps of a
-    run take is thrown away.
+    Rounds over the cells go on until `seconds` are over. Each round has another order, so that other work on the
+    machine affects all cells alike, and a first round that is cut short leaves out cells at random. Before and after
+    each visit, the same reference cell is visited, and a visit's times are taken as multiples of the reference's: the
+    speed of a shared machine varies over time by more than the differences to be measured. The first visit is dropped.
     """
     order, source = list(range(len(cells))), random.Random(1)
     times: list[list[float]] = [[] for _ in cells]
@@ -173,7 +172,7 @@ def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progr
 
 
 def product_rate(dtype: str) -> float:
-    """Operations a second of one rank's products in `dtype`: the best that is seen in 0.2 s."""
+    """Floating-point operations per second of one rank's matrix products in `dtype`: the best seen within 0.2 s."""
     a = torch.ones((PRODUCT_SIZE, PRODUCT_SIZE), dtype=DTYPES[dtype])
     best, end = float("inf"), time.perf_counter() + 0.2
     while time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""One calibration: measure, fit on three quarters of the grid, and say how well the rest is predicted."""
+"""One calibration: measures cells, fits to three quarters of the grid, and says how well the rest is predicted."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from splash_trt.version import __version__
 from splash_trt.weights.source import WeightSource
 
 LIMITS = Limits(cache_tokens=8192, context=2048, requests=32, tokens=512)
-"""A CPU's steps take seconds beyond these."""
+"""For CPUs, whose steps would take seconds beyond these."""
 GPU_LIMITS = Limits(cache_tokens=1 << 19, context=32768, requests=512, tokens=8192)
 RANDOM_CELLS = 32
 HELD_EVERY = 4
-"""One cell of so many of the grid is not fitted but predicted."""
+"""One in so many cells of the grid is held out: predicted instead of fitted."""
 RANDOM_SEED = 7
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """How well steps that were not fitted were predicted: a cell, what it took, and the signed relative error."""
+    """A cell that was held out: its measured time and the signed relative error of its prediction."""
 
     cell: Cell
     seconds: float
@@ -46,16 +46,16 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The device that was found, and how well it predicts."""
+    """The fitted device, and how well it predicts."""
 
     device: Device
     fitted: int
-    """Steps that the fit saw."""
+    """How many cells were fitted to."""
     held: tuple[Predicted, ...]
-    """Of the grid and random ones."""
+    """The cells that were held out: some of the grid, and all random ones."""
 
     def quantile(self, share: float, layout: Layout | None = None) -> float:
-        """Of the absolute relative errors of what was not fitted."""
+        """A quantile of the absolute relative errors of the cells that were held out; NaN if there are none."""
         found = [abs(p.error) for p in self.held if layout in (None, p.cell.layout)]
         return float(np.quantile(found, share)) if found else float("nan")
 
@@ -75,10 +75,10 @@ def calibrate(
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = lambda text: None,
 ) -> Calibration | None:
-    """On every rank; rank 0 gets the calibration, the others None when it is done.
+    """To be called on every rank; rank 0 gets the calibration, the others None when it is done.
 
-    seconds: of measuring. cores: on which ranks run, None for as many as this process may use. ValueError for a GPU
-    that has no built-in description to begin with.
+    seconds: how long to measure. cores: how many the ranks run on; None: as many as this process may use. Raises
+    ValueError for a GPU that has no built-in description, from which the fit starts.
     """
     name = gpu_name(world)
     gpu = None if name is None else described_gpu(name)
@@ -111,7 +111,7 @@ def calibrate(
         base = gpu
     bench.release()
     pairs = [(cell, sample) for cell, sample in zip([*cells, *others], found, strict=True) if sample is not None]
-    # Layouts take turns in the grid: a stride that shares no factor with their number holds out all alike.
+    # Layouts take turns in the grid; the offset that grows by one per turn holds out as many cells of each layout.
     held = {id(cell) for i, cell in enumerate(cells) if (i // len(layouts) + i) % HELD_EVERY == 1}
     held |= {id(cell) for cell in others}
     samples = [sample for cell, sample in pairs if id(cell) not in held]
@@ -147,7 +147,7 @@ def _told(
 
 
 def report(result: Calibration) -> str:
-    """What a user wants to see of it."""
+    """The calibration as text for the user."""
     d = result.device
     factors = ", ".join(f"{kind} {factor:.3g}" for kind, factor in sorted(d.factors.items()))
     lines = [
@@ -171,7 +171,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Of the tree that this program runs from, empty where there is none."""
+    """The git commit of the tree that this program runs from; empty if there is none."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10

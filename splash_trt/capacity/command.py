@@ -1,4 +1,4 @@
-"""`splash-trt capacity`: what a model's weights leave for its cache on some device, layout by layout."""
+"""`splash-trt capacity`: how much cache a model's weights leave room for on a device, for each layout."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ QUANTISED = (
 @dataclass(frozen=True, kw_only=True)
 class Report:
     assumptions: dict[str, str]
-    """What holds for all cases, in words."""
+    """What all cases assume: {what it is about: text}."""
     device_origin: str | None
-    """Where the device's figures are from."""
+    """Where the device's figures are from; None if no device was named."""
     num_parameters: int
     memory_bytes: int
     """One rank's arena."""
     page_tokens: int
     cases: tuple[Case, ...]
-    """By choice of formats."""
+    """One for each choice of formats."""
 
 
 class LengthsOption(click.ParamType):
-    """P,O: tokens of the prompt and of the output."""
+    """The type of --lengths: "P,O", tokens of the prompt and of the output."""
 
     name = "P,O"
 
@@ -106,7 +106,7 @@ def _report(
     lengths: tuple[Lengths, ...],
     page_tokens: int,
 ) -> Report:
-    """ValueError for options that do not fit together or to the model."""
+    """The report that the options ask for. Raises ValueError if they do not fit together, or do not fit the model."""
     found, quantised = load_for_planning(model)
     known = None if device is None else load_device(device)
     memory, source = _memory(known, memory_bytes, memory_share)
@@ -146,7 +146,7 @@ def _report(
 
 
 def _memory(device: Device | None, memory_bytes: int | None, memory_share: float | None) -> tuple[int, str]:
-    """A rank's arena, and where its size is from."""
+    """A rank's arena in bytes, and where that figure is from."""
     if memory_bytes is not None:
         if device is not None or memory_share is not None:
             raise ValueError("memory_bytes: is the arena itself; give it without --device and --memory-share")

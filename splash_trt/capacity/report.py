@@ -1,4 +1,4 @@
-"""What a deployment's memory holds, from the server's own accounting: values that print as a table or as JSON."""
+"""What a deployment's memory holds, by the server's own arithmetic (memory/map.py), as values for a table or JSON."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ KINDS = {
     Cut.VOCABULARY: "embedding_and_head",
 }
 CUTS = {"whole": "each whole on one rank", "inside": "a slice of each on every rank"}
-"""By EngineConfig's experts_cut, what ranks have of routed experts."""
+"""By EngineConfig.experts_cut: how routed experts are divided over ranks."""
 OTHERS = "attention_others"
-"""The other ranks' heads, there in DP and CP alone."""
+"""The other ranks' heads, which a rank holds only in DP and CP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Lengths:
     output: int
 
     def pages(self, page_tokens: int) -> int:
-        """Of a request that is done."""
+        """Pages of a request at its end."""
         return -(-(self.prompt + self.output) // page_tokens)
 
     def mean_pages(self, page_tokens: int) -> Fraction:
-        """Of a request at a random one of its output tokens."""
+        """Pages of a request on average over its output tokens."""
         before, after = (_summed_pages(n, page_tokens) for n in (self.prompt, self.prompt + self.output))
         return Fraction(after - before, self.output)
 
@@ -54,13 +54,13 @@ def _summed_pages(tokens: int, page_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests of some lengths that are held at once."""
+    """How many requests of these lengths the cache holds at once."""
 
     lengths: Lengths
     full_length: int
-    """All at their last token: none is ever without room."""
+    """If all are at their last token: so many never run out of room."""
     mean_length: int
-    """Each at a random one of its output tokens: the average of a long run, exceeded at times."""
+    """If each has the pages that it has on average: so many fit on average in a long run, but not always."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +69,15 @@ class LayoutRoom:
 
     layout: str
     tokens_per_rank: tuple[int, ...]
-    """What each rank's pages hold, copies of the same token included; empty: there is no room."""
+    """Tokens that each rank's pages hold, including copies of tokens that other ranks hold; empty if there is no room.
+    """
     total_tokens: int
     """Distinct tokens that all ranks hold together."""
     request_tokens: int
-    """Of the longest single request."""
+    """Tokens of the longest request that fits alone."""
     batches: tuple[Batch, ...]
     no_room: str | None
-    """Why this layout does not fit."""
+    """Why this layout does not fit; None if it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +86,20 @@ class Case:
 
     formats: dict[str, str]
     weights_bytes: tuple[dict[str, int], ...]
-    """By rank and kind."""
+    """For each rank {kind: bytes}."""
     workspace_bytes: int
     page_bytes: int
     row_bytes: int
-    """Of one token in one layer."""
+    """Bytes of one token's cache row in one layer."""
     layouts: tuple[LayoutRoom, ...]
     dop_over_dp_percent: float | None
-    """What DOP holds more than DP; None: one of them does not fit."""
+    """By how many percent DOP's total_tokens are above DP's; None if DP does not fit."""
     dop_over_tp: float | None
-    """How many times what TP holds DOP does."""
+    """DOP's total_tokens over TP's; None if TP does not fit."""
 
 
 def weights_by_kind(model: ModelConfig, config: EngineConfig, rank: int) -> dict[str, int]:
-    """Bytes, alignment included; without the others' heads they are the rank's `own` block."""
+    """{kind: bytes} of one rank's weights, alignment included. All kinds but OTHERS add up to its `own` block."""
     arguments = (model, rank, config.num_ranks, config.dtype, config.formats, config.experts_cut)
     found: Counter[str] = Counter(dict.fromkeys(KINDS.values(), 0))
     for shard in own_block(*arguments).shards:
@@ -107,18 +108,18 @@ def weights_by_kind(model: ModelConfig, config: EngineConfig, rank: int) -> dict
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Of the model without prediction layers."""
+    """Parameters of the model, without layers for multi-token prediction."""
     return sum(math.prod(spec.shape) for spec in tensor_specs(model))
 
 
 def largest_batch(room: Capacity, pages: int | Fraction) -> int:
-    """Requests of so many pages each that fit at once, placed as well as can be."""
+    """How many requests of `pages` pages each fit at once, with the best placement."""
     per_rank = room.pages_per_rank
     if room.placement is PlacementKind.REPLICATED:
         return math.floor(min(per_rank) / Fraction(pages))
     if room.placement is PlacementKind.OWNED:
         return sum(math.floor(held / Fraction(pages)) for held in per_rank)
-    # Stripes laid end to end around the ranks load each with the same number of pages, give or take one.
+    # Stripes that follow each other around the ranks give each rank the same number of pages, to within one.
     return math.floor(min(per_rank) * len(per_rank) / Fraction(pages))
 
 
@@ -146,7 +147,7 @@ def case(model: ModelConfig, config: EngineConfig, lengths: tuple[Lengths, ...])
 
 
 def stored_as(config: EngineConfig) -> dict[str, str]:
-    """By field of config.Formats, with dtype where none is said."""
+    """{field of config.Formats: format}, with the configuration's dtype where a format is None."""
     formats: Formats = config.formats
     return {field: getattr(formats, field) or config.dtype for field in ("weights", "attention", "cache")}
 

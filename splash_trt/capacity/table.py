@@ -1,4 +1,4 @@
-"""The report as text: every figure beside what it assumes."""
+"""The capacity report as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def format_assumptions(assumptions: dict[str, str]) -> str:
 
 
 def format_count(number: int) -> str:
-    """671.0 B, 10.4 M, 31.2 K."""
+    """A count in short form, such as 671.0 B, 10.4 M or 31.2 K."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -40,7 +40,7 @@ def format_case(case: Case, page_tokens: int) -> str:
 
 
 def _weights(case: Case) -> str:
-    """Of the rank that holds most, and of the one that holds least where they differ."""
+    """The table of bytes per rank, of each kind: on the rank that holds most, and on the one that holds least."""
     rows: list[Row] = [("Bytes on a rank", "most", "least")]
     for kind, title in TITLES.items():
         held = [by_kind[kind] for by_kind in case.weights_bytes]

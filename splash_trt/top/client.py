@@ -1,4 +1,4 @@
-"""Asks a running server for what `splash-trt top` shows, by http.client: it uses no proxy, needs no event loop."""
+"""Asks a running server for what `splash-trt top` shows. By http.client, which uses no proxy and no event loop."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from splash_trt.frontend.dashboard.history import Timeline
 from splash_trt.frontend.errors import ErrorBody
 from splash_trt.frontend.operator_routes import LayoutAnswer, Models
 
-DEADLINE_S = 15.0  # the server itself waits for the engine's reasons for some seconds
+DEADLINE_S = 15.0  # the server itself waits some seconds for the engine's answer to explain=1
 
 T = TypeVar("T")
 
 
 class NotReached(Exception):
-    """No server answers, or what answers is none of ours; the message says so to the user."""
+    """No server answers, or what answers is not a Splash-TRT server; the message is for the user."""
 
 
 class Refused(Exception):
-    """The server said no."""
+    """The server answered with an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class Snapshot:
 
 
 class Client:
-    """ValueError for a URL that is none."""
+    """A client of the server at `url`. Raises ValueError if that is not a URL."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class Client:
             host = self._at.hostname or ""
             is_url = self._at.scheme in ("http", "https") and bool(host.encode("idna"))
             self._port = self._at.port
-            http.client.HTTPConnection(host, self._port)  # connects to nothing; refuses what no host has in its name
+            http.client.HTTPConnection(host, self._port)  # does not connect; refuses characters that no host name has
         except (ValueError, http.client.InvalidURL):
             is_url = False
         if not is_url:
@@ -57,7 +57,7 @@ class Client:
         self._server = ""
 
     def snapshot(self, after: int) -> Snapshot:
-        """How things stand, and the seconds from `after` on. NotReached, Refused."""
+        """The server's present state, and its timeline from second `after` on. Raises NotReached or Refused."""
         timeline = self._ask(f"/v1/timeline?after={after}", Timeline)
         if timeline.server != self._server:
             self._model = self._ask("/v1/models", Models).data[0].id

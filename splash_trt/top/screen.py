@@ -1,4 +1,4 @@
-"""Shows snapshots in a terminal, one after the other in place, or a single one as text."""
+"""Shows snapshots in a terminal, each in place of the one before, or a single one as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ PIPED_COLUMNS = 110
 
 
 def show(url: str, api_key: str | None, *, window_s: int, interval_s: float | None) -> None:
-    """interval_s None, or no terminal: once. Else until Ctrl-C. ValueError or OSError if the server cannot be asked."""
+    """Show snapshots until Ctrl-C; a single one if interval_s is None or stdout is no terminal.
+
+    window_s: how far back graphs go. Raises ValueError or OSError if the server cannot be asked.
+    """
     client = Client(url, api_key)
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS, highlight=False)
     style = Style(plain=not console.encoding.lower().startswith("utf"))
@@ -48,7 +51,7 @@ def _follow(
             live.update(shown if trouble is None else Group(trouble, shown), refresh=True)
             time.sleep(interval_s)
             try:
-                # Another server's seconds begin anew, so that it would have to be asked for all of them.
+                # After trouble it may be another server, whose seconds begin at 0 again: ask for all of them.
                 snapshot = client.snapshot(max(0, snapshot.timeline.next - window_s) if trouble is None else 0)
                 trouble = None
             except NotReached as error:

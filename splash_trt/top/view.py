@@ -22,7 +22,7 @@ RATE_S = 5
 
 @dataclass(frozen=True)
 class Style:
-    """plain: ASCII alone, where the terminal or the pipe takes nothing else."""
+    """plain: only ASCII, for a terminal or pipe that takes nothing else."""
 
     plain: bool = False
 
@@ -32,7 +32,7 @@ class Style:
 
     @property
     def levels(self) -> str:
-        """From nothing to full."""
+        """Characters of a graph, from empty to full."""
         return " .:-=+*#" if self.plain else " ▁▂▃▄▅▆▇█"
 
     @property
@@ -41,7 +41,7 @@ class Style:
 
 
 def view(snapshot: Snapshot, style: Style, width: int, window_s: int) -> RenderableType:
-    """width: of the terminal, in characters."""
+    """The whole screen. width: of the terminal, in characters; window_s: how far back graphs go."""
     status, timeline = snapshot.layout.status, snapshot.timeline
     head = Text(f"Splash-TRT  {snapshot.model}", style="bold")
     if status is None:
@@ -76,9 +76,9 @@ def _now(status: Status, timeline: Timeline) -> Text:
 
 
 def _graphs(timeline: Timeline, style: Style, cells: int, window_s: int) -> list[RenderableType]:
-    """One character is at least a second wide."""
+    """Graphs over the last window_s, `cells` characters wide; a character is at least one second."""
     step = -(-window_s // cells)
-    end = timeline.next // step * step  # so that the same seconds stay together while time goes on
+    end = timeline.next // step * step  # so that a character stands for the same seconds in later snapshots
     begins = [second for second in range(end - window_s // step * step, end, step)]
     band = Text("layout".ljust(LABEL))
     last = None
@@ -104,7 +104,7 @@ def _graphs(timeline: Timeline, style: Style, cells: int, window_s: int) -> list
 
 
 def _phase(timeline: Timeline, begin: int, end: int) -> tuple[str | None, bool]:
-    """The layout at the end of that time, and whether a switch was under way in it."""
+    """The layout at the end of seconds [begin, end), and whether a switch was under way in them."""
     layout, switching = None, False
     for index, phase in enumerate(timeline.phases):
         until = timeline.phases[index + 1].since_s if index + 1 < len(timeline.phases) else float("inf")
@@ -144,7 +144,7 @@ def _under_way(status: Status, timeline: Timeline, style: Style) -> Text:
 
 
 def _table(*columns: str, texts: int) -> Table:
-    """The first `texts` columns are words, the others numbers."""
+    """A table whose first `texts` columns are text, aligned to the left, and the others numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < texts else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Numbers for people to read; None where there is none."""
+"""Formats numbers for people to read; None becomes "-"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """With a unit of three digits: 1.2 k, 34 M."""
+    """In thousands, millions, …: 1.2 k, 34 M."""
     if value is None:
         return NONE
     units = ["", " k", " M", " G", " T"]
