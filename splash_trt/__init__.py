@@ -14,7 +14,7 @@ __all__ = ["LLM", "Grammar", "GrammarKind", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and what it takes, loaded at their first use: `import splash_trt` alone imports no torch."""
+    """Loads LLM and the types of its arguments at their first use: `import splash_trt` alone does not import torch."""
     if name == "LLM":
         from splash_trt.llm import LLM
 

@@ -1,4 +1,4 @@
-"""The command `splash-trt`, and what Ctrl-C does to it from the first import on."""
+"""The command `splash-trt`: its entry point, which handles Ctrl-C from the first import on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> NoReturn:
-    """Never a traceback for Ctrl-C: commands that run for long end in order, all else with one line and code 130."""
+    """Run the command. Ctrl-C gives no traceback: long-running commands end in order, others with one line and code
+    130."""
     interrupted = interruption.watch()
     try:
         from splash_trt.commands.group import run
@@ -20,7 +21,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         pass
     except Exception:
-        if not interrupted.came:  # else of modules that were left half imported
+        if not interrupted.came:  # if it came, the error may be from a module whose import Ctrl-C cut short
             raise
     sys.stderr.write("splash-trt: interrupted\n")
     sys.exit(EXIT_INTERRUPTED)

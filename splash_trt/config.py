@@ -1,4 +1,4 @@
-"""What a deployment is told at its start, validated, and the names of the four attention layouts."""
+"""A deployment's configuration, validated, and the names of the four attention layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Layout(enum.IntEnum):
     CP = 2
     DOP = 3
 
-    __hash__ = int.__hash__  # enumerations' own takes several times as long, and layouts are keys in every step
+    __hash__ = int.__hash__  # Enum's own takes several times as long, and layouts are dict keys in every step
 
     @classmethod
     def parse(cls, name: str) -> Layout:
@@ -36,16 +36,16 @@ FORMATS = (*DTYPES, "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """What numbers are stored as, where that is not EngineConfig.dtype: names of FORMATS, None for that dtype.
+    """The formats in which numbers are stored: names of FORMATS, or None for EngineConfig.dtype.
 
     "fp8" weights have one float32 scale for each 128 x 128 block. An "fp8" cache row has one float32 scale for each 128
     numbers of its latent part and of its indexer key, and its rope part in bfloat16, as DeepSeek published it.
     """
 
     weights: str | None = None
-    """All products of the model but attention's head-cut ones: experts, MLPs, q_a, kv_a, indexer."""
+    """All weight matrices except attention's head-cut ones: experts, MLPs, q_a, kv_a, indexer."""
     attention: str | None = None
-    """The head-cut ones, which a switch brings to ranks: q_b, W_UK, W_UV, o."""
+    """Attention's head-cut matrices, which switches move: q_b, W_UK, W_UV, o."""
     cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ MOST_MEMORY_BYTES = 1 << 50
 MOST_MIGRATION_BYTES = 1 << 40
 
 MAX_DEADLINE_S = 1e6
-"""Eleven days; clocks count nanoseconds in 64 bits, which infinity does not fit."""
+"""Eleven days. There is a limit because clocks count nanoseconds in 64 bits, into which infinity does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class EngineConfig:
     absorbed_tokens: int = 1
     """Longest chunk that attends absorbed (against latent rows) instead of expanded, except in DOP."""
     dop_absorbed_tokens: int = 8
-    """The same for DOP, where an expanded chunk has to fetch its whole context from the owner."""
+    """Like absorbed_tokens, for DOP, where an expanded chunk has to fetch its whole context from the owner."""
     context_block_tokens: int | None = None
     """Context rows that expanded attention up-projects at a time; sizes a workspace. None: see `context_block`."""
     max_wait_s: float = 60.0

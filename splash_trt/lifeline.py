@@ -1,7 +1,7 @@
-"""A Unix socket whose far end is another process: when that process ends, however it does, reading says so.
+"""Lets ranks notice the end of their supervisor, even if it is killed, by a Unix socket to it.
 
-The supervisor of a serving run listens; every rank keeps one connection. A killed supervisor cannot tell its ranks
-anything, but its sockets close.
+The supervisor of a serving run listens, and every rank keeps one connection. A killed supervisor cannot tell its ranks
+anything, but the kernel closes its sockets, which ends the ranks' reading from them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Lifeline:
 
 
 def hold(path: Path, name: str) -> None:
-    """End this process within a moment of the end of the process that listens at `path`. name: for the last words.
+    """From now on, end this process as soon as the process that listens at `path` ends.
 
-    Before that, remove the folder of sockets that `path` is in, which the other process had no time to do.
+    Before that, remove the folder of sockets that `path` is in, which a killed process cannot do. name: this process's,
+    for the line on stderr.
     """
     line = socket.socket(socket.AF_UNIX)
     try:
@@ -64,8 +65,8 @@ def _watch(line: socket.socket, folder: Path, name: str) -> None:
 
 
 def remove_sockets(folder: Path) -> None:
-    """Remove a run's folder of sockets and of what frontends counted. Several processes may do so at once; what is
-    neither stays."""
+    """Remove a run's folder, with its sockets and its files of frontends' counters; a folder with other files stays,
+    with them. Several processes may do so at once."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.is_socket() or path.name.startswith(COUNTS_PREFIX):

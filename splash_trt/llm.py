@@ -38,15 +38,19 @@ STARTUP_DEADLINE_S = 600.0
 
 
 class LLM:
-    """A model on N ranks under one layout.
+    """A model on N ranks. Close it, or use it as a context manager.
 
-    checkpoint: a Hugging Face folder. dummy_weights: a seed; weights are random and only config.json is read. layout
-    "auto" follows the load; `device` (a built-in description or a file) tells it how long steps take, `objective` what
-    it goes for: throughput, latency or bounded:MS. run_on is "cpu", "gpu" (one for each rank; several ranks then need
-    mpirun), "shared-gpu" (GPUs, however few; mpirun likewise) or "auto": GPUs where every rank has one. `config` takes
-    the remaining fields of EngineConfig; on GPUs dtype is bfloat16 and memory_bytes 85 % of the smallest GPU's memory,
-    or a rank's part of that, unless they are given. Raises ValueError for a wrong configuration or checkpoint, before
-    any rank starts. Close it, or use it as a context manager.
+    checkpoint: a Hugging Face folder.
+    dummy_weights: a seed; weights are random, and only config.json is read.
+    layout: "tp", "dp", "cp", "dop", or "auto", which follows the load.
+    device, objective: for "auto": a description of the device (a built-in one or a file), which says how long steps
+        take, and the goal: throughput, latency or bounded:MS.
+    run_on: "cpu"; "gpu", one for each rank (several ranks then need mpirun); "shared-gpu", GPUs that ranks may share
+        (likewise); or "auto": GPUs if there is one for every rank.
+    config: the remaining fields of EngineConfig. On GPUs, dtype is bfloat16 by default, and memory_bytes 85 % of the
+        smallest GPU's memory, or a rank's part of that if ranks share it.
+
+    Raises ValueError for a wrong configuration or checkpoint, before any rank starts.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class LLM:
         self._fields = dict(config, num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout))
         if config.get("dtype") is None:
             self._fields.pop("dtype", None)
-        # Refuses what any allowed layout has no room for, while no rank runs. GPUs are asked for theirs by their ranks.
+        # Refuses a wrong configuration before any rank runs. How much memory GPUs have is known only on ranks, below.
         self.config = self._configured(_run_on(run_on, ranks), MOST_MEMORY_BYTES)
         self._source: WeightSource = (
             Checkpoint(folder, self.model) if dummy_weights is None else DummyWeights(self.model, dummy_weights)
@@ -97,8 +101,8 @@ class LLM:
             self.orchestrator = Orchestrator.of(self.model, self.config, self._worker, policy)
 
     def _configured(self, run_on: str, gpu_bytes: int) -> EngineConfig:
-        """The configuration for ranks on `run_on`; gpu_bytes: an arena's size on a GPU where memory_bytes is not given.
-        ValueError as __init__."""
+        """The configuration for ranks on `run_on`. gpu_bytes: the arena's size on a GPU if memory_bytes is not given.
+        Raises ValueError as __init__ does."""
         fields = {"dtype": self.model.dtype, **DEFAULTS[run_on], **self._fields, "run_on": run_on}
         if run_on == "gpu":
             fields.setdefault("memory_bytes", gpu_bytes)
@@ -110,9 +114,9 @@ class LLM:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue every prompt (token ids); outputs in the prompts' order.
+        """Continue every prompt (token ids); returns outputs in the prompts' order.
 
-        sampling: one for all prompts or one each. ValueError names what is wrong with a prompt before any is run.
+        sampling: one for all prompts, or one for each. ValueError says what is wrong with a prompt, before any is run.
         """
         if self._closed:
             raise RuntimeError("this LLM is closed; make a new one")
@@ -131,9 +135,9 @@ class LLM:
         try:
             self._add(requests, self.orchestrator)
         except ValueError as error:
-            control.send_object(str(error))  # every rank raises the same
+            control.send_object(str(error))  # every rank raises the same error
             raise
-        self._broken = True  # until all have come back
+        self._broken = True  # until all requests have ended
         outputs = self._run(requests, self.orchestrator)
         self._broken = False
         control.send_object(msgspec.to_builtins(outputs))
@@ -157,7 +161,7 @@ class LLM:
         ]
 
     def _add(self, requests: Sequence[Request], orchestrator: Orchestrator) -> None:
-        """All of them or, with a ValueError, none."""
+        """Adds all requests or, if one is wrong, none, and raises ValueError."""
         added = []
         try:
             for request in requests:
@@ -194,11 +198,11 @@ class LLM:
         if error is None:
             self.close()
         elif not environment.under_mpirun():  # there an error that nobody catches ends all ranks
-            with suppress(RankFailure):  # which then is the error, or follows from it
+            with suppress(RankFailure):  # which is the error itself, or a consequence of it
                 self.close()
 
     def _start(self, run_on: str) -> World:
-        """This process's rank of the world; without mpirun the other ranks start here, as threads."""
+        """This process's rank. Without mpirun, starts the other ranks as threads."""
         deadline_s = self.config.step_deadline_s
         if not environment.under_mpirun():
             device = torch.device("cuda", 0) if self.config.run_on == "gpu" else CPU
@@ -214,14 +218,14 @@ class LLM:
         return mpi.world
 
     def _follow(self, world: World) -> None:
-        """The program of a rank that is a thread: outputs of generate() are not for it."""
+        """The program of a rank that is a thread: executes plans, and ignores the outputs of generate()."""
         worker = start_worker(world, self.model, self.config, self._source, self._tokenizer)
         while worker.follow() is not None:
             pass
         worker.runner.close()
 
     def _end(self, leave: Callable[[], object]) -> None:
-        """Rank 0 tells the others that the run is over; the other ranks of an mpirun wait for that here."""
+        """Ends the run: rank 0 tells the others; under mpirun, the others wait for that here."""
         if self.orchestrator is not None:
             self._worker.world.control.send(Kind.STOP)
         else:
@@ -231,7 +235,7 @@ class LLM:
 
 
 def _run_on(wish: str, ranks: int) -> str:
-    """EngineConfig.run_on, as this process alone can tell; ValueError if it cannot be."""
+    """EngineConfig.run_on for a wish, as far as this process can tell. Raises ValueError if that is impossible."""
     if environment.under_mpirun():
         return choose(wish, environment.ranks_here())
     if ranks > 1 and wish in ("gpu", "shared-gpu"):
@@ -240,7 +244,7 @@ def _run_on(wish: str, ranks: int) -> str:
 
 
 def _completion(request: Request, deltas: Sequence[TokenDelta]) -> Completion:
-    """A request's deltas, the last of which says how it finished, as one value."""
+    """Joins a request's deltas into one value; the last says how the request finished."""
     last = deltas[-1]
     assert last.finish is not None, request.id
     return Completion(

@@ -1,4 +1,4 @@
-"""A generation request as the user means it, and what comes back; plain values that travel between processes."""
+"""A generation request and its results, as plain values that are sent between processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_LOGIT_BIAS = 300  # entries, as OpenAI allows
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PRIORITY = 1 << 31  # the scheduler keeps priorities, and their negatives, in 64 bits
-_SURROGATES = re.compile("[\ud800-\udfff]")  # they have no UTF-8, in which requests travel
+_SURROGATES = re.compile("[\ud800-\udfff]")  # cannot be encoded in UTF-8, in which requests are sent
 
 
 class FinishReason(str, enum.Enum):
@@ -42,7 +42,7 @@ class GrammarKind(str, enum.Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the output has to be. Whether the text compiles is found out when the request is added."""
+    """A grammar that the output must match. Whether `text` compiles is checked when the request is added."""
 
     kind: GrammarKind
     text: str = ""
@@ -67,24 +67,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p and top_k each against the whole vocabulary, then top_p over what they leave; tokens that tie at a threshold
     stay together. Reported log-probabilities are those of the model, before all of this.
 
-    Whose meaning: temperature, top_p, presence_penalty, frequency_penalty, logit_bias are OpenAI's; repetition_penalty
-    is that of "CTRL" (Keskar et al. 2019) as transformers and vLLM have it; top_k, min_p, min_tokens, stop_token_ids,
-    ignore_eos, prompt_logprobs are vLLM's.
+    Definitions: temperature, top_p, presence_penalty, frequency_penalty and logit_bias are OpenAI's; repetition_penalty
+    is that of "CTRL" (Keskar et al. 2019), as in transformers and vLLM; top_k, min_p, min_tokens, stop_token_ids,
+    ignore_eos and prompt_logprobs are vLLM's.
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
-    """Until so many are generated, end-of-text ids (even with ignore_eos) and stop_token_ids are not chosen, unless
-    nothing else can follow in the grammar."""
+    """Until so many tokens are generated, end-of-text ids (even with ignore_eos) and stop_token_ids are not chosen,
+    unless the grammar allows nothing else."""
     temperature: float = 1.0
     presence_penalty: float = 0.0
-    """Taken from the logit of each id in the output so far."""
+    """Subtracted from the logit of each id that is in the output so far."""
     frequency_penalty: float = 0.0
-    """Taken from an id's logit once for each time that it is in the output so far."""
+    """Subtracted from an id's logit as many times as it is in the output so far."""
     repetition_penalty: float = 1.0
-    """Logits of ids in the prompt or the output so far: divided by it if positive, else multiplied with it."""
+    """Logits of ids in the prompt or the output so far are divided by it if positive, and multiplied by it if not."""
     logit_bias: dict[int, float] = {}
-    """Token id -> what is added to its logit. (msgspec gives each instance a dict of its own.)"""
+    """{token id: what is added to its logit}. (msgspec gives each instance a dict of its own.)"""
     grammar: Grammar | None = None
     top_k: int = 0  # 0: off
     top_p: float = 1.0
@@ -130,12 +130,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def penalised(self) -> bool:
-        """Ids seen before are less likely, or more."""
+        """Whether ids seen before become less likely, or more."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def controlled(self) -> bool:
-        """Something is done to the logits before tokens are chosen from them."""
+        """Whether logits are changed before tokens are chosen."""
         return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.grammar is not None
 
     def _check_logit_bias(self) -> None:
@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `id` is unique among living requests and breaks every tie between requests."""
+    """One prompt to continue. `id` is unique among requests that have not ended, and breaks ties between requests."""
 
     id: str
     prompt: tuple[int, ...]  # token ids
@@ -167,13 +167,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seed(self) -> int:
-        """The seed that keys this request's sampling noise: the user's, or one that depends on the id alone."""
+        """The seed of this request's sampling noise: the user's, or one that depends only on the id."""
         if self.sampling.seed is not None:
             return self.sampling.seed
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little") >> 1
 
     def check(self, vocab_size: int, max_context: int) -> None:
-        """Raise ValueError when this model cannot take the prompt."""
+        """Raises ValueError if a model with this vocabulary and context cannot take the request."""
         _check(len(self.prompt) >= 1, "prompt", "[]", "at least one token")
         prompt = self.prompt
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:  # faster than one by one
@@ -187,7 +187,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """Natural-log probability of one token under the unfiltered, untempered distribution, and the best others."""
+    """A token's natural-log probability by the model (before temperature and filters), and those of the likeliest
+    tokens."""
 
     token: int
     logprob: float
@@ -204,7 +205,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     finish: FinishReason | None = None
     error: str | None = None
     queued_s: float | None = None
-    """With the first token: seconds that the request waited until it was first given cache."""
+    """With the first token only: seconds that the request waited until it was first given cache."""
 
 
 class Completion(msgspec.Struct, frozen=True):

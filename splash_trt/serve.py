@@ -3,9 +3,9 @@
     mpirun -n 4 splash-trt serve …        rank 0 starts the frontends before MPI, and ends with them
     splash-trt serve --ranks 4 …          a supervisor (supervise.py) starts them and mpirun
 
-Under mpirun the exit code is mpirun's: 0 after a SIGTERM to the frontend, 2 for what a user got wrong, 1 after Ctrl-C
-or SIGTERM to mpirun, which leaves ranks no time to finish streams (their clients are told), and else that of the rank
-that ended first: 137 if it was killed, 70 if others waited too long for it, 72 if a frontend died, 1 for an error.
+Under mpirun the exit code is mpirun's: 0 after a SIGTERM to the frontend; 2 for what a user got wrong; 1 after Ctrl-C
+or SIGTERM to mpirun, which leaves ranks no time to finish streams (their clients are told); otherwise that of the rank
+that ended first: 137 if it was killed, 70 if it made no progress for too long, 72 if a frontend died, 1 for an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FOLDER_PREFIX = "splash-trt-"
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says; the same on every rank."""
+    """The options of the command line; the same on every rank."""
 
     engine: str | None = None
     model: str | None = None
@@ -77,10 +77,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     device: str | None = None
-    """What the cost model takes the ranks' devices for: a built-in description or a file; None: see device_for."""
+    """The description of the ranks' devices for the cost model: a built-in one or a file; None: see device_for."""
     objective: str = "throughput"
     name: str | None = None
-    """What /v1/models calls the model; None: the folder's name."""
+    """The model's name in /v1/models; None: the folder's name."""
     otlp_endpoint: str | None = None
     trace: str | None = None
     """A file for rank 0 to write a trace to."""
@@ -89,7 +89,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_endpoint: str | None = None
     """Where local clients are served, such as Triton's model."""
     http: HttpSettings = HttpSettings()
-    """What the frontend is told besides."""
+    """The frontend's other options."""
 
     @property
     def folder(self) -> Path:
@@ -98,7 +98,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Path(folder)
 
     def check(self) -> None:
-        """ValueError for options that do not go together."""
+        """Raises ValueError for options that are wrong or do not go together."""
         for field in ("engine", "model", "name", "trace"):
             value = getattr(self, field)
             if value is not None and not _is_text(value):
@@ -122,7 +122,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _is_text(value: str) -> bool:
-    """Ranks are told of it, and clients of the name, in UTF-8; a shell may give any bytes."""
+    """Whether a value is not empty and can be passed on in UTF-8; a shell may give any bytes."""
     try:
         return bool(value.encode())
     except UnicodeEncodeError:
@@ -130,7 +130,7 @@ def _is_text(value: str) -> bool:
 
 
 def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
-    """ValueError or OSError says what is wrong with the folder."""
+    """The model and the source of its weights. Raises ValueError or OSError for what is wrong with the folder."""
     if options.engine is not None:
         engine = open_engine(options.folder)
         return engine.model, engine.source
@@ -140,9 +140,9 @@ def open_model(options: ServeOptions) -> tuple[ModelConfig, WeightSource]:
 
 
 def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory_bytes: int | None) -> EngineConfig:
-    """Every layout is allowed whatever the first one is, so that an operator can switch. Raises ValueError.
+    """The deployment's configuration. It allows every layout, so that an operator can switch. Raises ValueError.
 
-    run_on: EngineConfig's. memory_bytes: an arena's where no option says it; None: as much as ranks on CPUs need.
+    run_on: as in EngineConfig. memory_bytes: the arena's size if no option gives it; None: what ranks on CPUs get.
     """
     auto = options.layout.lower() == "auto"
     fields: dict[str, Any] = {"dtype": model.dtype, **DEFAULTS[run_on]}
@@ -171,10 +171,10 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
 
 
 class OwnFrontends:
-    """The frontends as children of rank 0, started before MPI is, with nothing of the rank's but two pipes each.
+    """The frontends as children of rank 0, each connected to it by two descriptors only (see frontends.py).
 
-    If one ends before `close` otherwise than in order, this process ends too, whatever it is doing: what has become a
-    rank can start no other process.
+    They are started before MPI is, since a process that has become a rank can start no other. So if one ends otherwise
+    than in order before `close`, it cannot be replaced, and this process ends too, whatever it is doing.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -191,17 +191,17 @@ class OwnFrontends:
         self._frontends = Frontends(own, options.http.frontends, folder, restarts=False, failed=failed)
 
     def ended(self) -> bool:
-        """They have ended in order."""
+        """Whether they have ended in order."""
         return self._frontends.code == 0
 
     def close(self) -> None:
-        """Let them end."""
+        """Ends them."""
         self._frontends.close()
         lifeline.remove_sockets(self._folder)
 
 
 def check_frontend(options: ServeOptions) -> None:
-    """ValueError for what the frontend could not start with, before any rank is started for nothing."""
+    """Raises ValueError for options that frontends could not start with, before ranks are started in vain."""
     http = frontend_options(options, "ipc:///not/yet")
     if http.tokenizer is not None:
         Tokenizer(Path(http.tokenizer))
@@ -213,11 +213,11 @@ def check_frontend(options: ServeOptions) -> None:
 
 
 def check_before_ranks(options: ServeOptions) -> None:
-    """ValueError or OSError for everything that can be known before there are ranks."""
+    """Raises ValueError or OSError for all mistakes that can be found before there are ranks."""
     options.check()
     model, _ = open_model(options)
     run_on = choose(options.run_on, _ranks_here(options))
-    # How much memory GPUs have is asked for on their ranks: asking takes some of it.
+    # Only ranks ask how much memory GPUs have, since asking takes some of it; so none is taken to be missing here.
     engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
     if environment.mpi_rank() == 0:
         if run_on == "gpu" and options.device is None:
@@ -226,12 +226,12 @@ def check_before_ranks(options: ServeOptions) -> None:
 
 
 def _ranks_here(options: ServeOptions) -> int | None:
-    """Ranks on this machine, if that is known."""
+    """Ranks on this machine; None if that is not known."""
     return environment.ranks_here() if environment.under_mpirun() else options.ranks
 
 
 def tokenizer_folder(options: ServeOptions) -> Path | None:
-    """Holds tokenizer.json; None: there is none."""
+    """The folder with tokenizer.json; None if there is none."""
     return open_engine(options.folder).tokenizer_dir if options.engine is not None else None
 
 
@@ -252,7 +252,8 @@ def frontend_options(options: ServeOptions, link_address: str) -> FrontendOption
 
 
 def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_path: str | None = None) -> NoReturn:
-    """This process is a rank of mpirun. link_address: where frontends connect; None: rank 0 starts one itself."""
+    """Serves as one rank of an mpirun, which this process is. link_address: where frontends connect; None: rank 0
+    starts them itself."""
     rank = environment.mpi_rank()
     logs.configure(f"rank {rank}", level=options.log_level, form=options.log_format)
     if lifeline_path is not None:

@@ -1,9 +1,9 @@
 """`splash-trt serve --ranks N` without mpirun: this process starts the frontends and mpirun for the ranks.
 
-A frontend that dies is started again; its requests have ended, those of the others go on. A rank's death ends the run:
-mpirun's end is noticed here, and the ranks and frontends notice this process's end by their lifelines. Exit codes: 0
-after SIGINT or SIGTERM, 2 for what a user got wrong, mpirun's own (that of the rank that died first) or 1 after
-anything else.
+A frontend that dies is started again; its requests are lost, those of the others go on. A rank's death ends the run:
+this process notices that mpirun has ended. If this process dies, ranks and frontends notice by their lifelines.
+Exit codes: 0 after SIGINT or SIGTERM; 2 for what a user got wrong; otherwise mpirun's own (that of the rank that died
+first), or 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from splash_trt.serve import FOLDER_PREFIX, ServeOptions, frontend_options
 POLL_S = 0.1
 RANKS_END_S = 8.0
 MPIRUN_END_S = 2.0
-LAST_WORDS_S = 3.0  # for the frontends to notice that the engine is gone, and to tell their clients
+LAST_WORDS_S = 3.0  # in which frontends notice that the engine is gone, and tell their clients
 LINGER_MS = 1000
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is started with, as JSON on its command line."""
+    """What a rank is told at its start, as JSON on its command line."""
 
     options: ServeOptions
     link_address: str
@@ -44,7 +44,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def supervise(options: ServeOptions) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until a signal, or a failure, ends the run; returns the exit code."""
     logs.configure("supervisor", level=options.log_level, form=options.log_format)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         lifeline_path, link_path = Path(folder) / "lifeline", Path(folder) / "link"
@@ -61,7 +61,7 @@ def supervise(options: ServeOptions) -> int:
         lifeline = Lifeline(lifeline_path)
         http = frontend_options(options, address)
         frontends = Frontends(http, options.http.frontends, Path(folder), restarts=True, failed=say)
-        # A session of its own: Ctrl-C reaches this process only, which lets the ranks finish in order.
+        # In a session of its own, so that Ctrl-C reaches this process only, which lets the ranks finish in order.
         ranks = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -71,12 +71,13 @@ def supervise(options: ServeOptions) -> int:
         patience_s = 0.0
         try:
             code = _serve(frontends, ranks, failed)
-            # Ranks that still load do not listen to anybody. If one has died, mpirun is about to say so and to end.
+            # Ranks that are still loading do not listen, so there is nothing to wait for. If one has died, mpirun is
+            # about to report that and to end.
             patience_s = MPIRUN_END_S if code != 0 else RANKS_END_S if link_path.exists() else 0.0
             if code == 0 and link_path.exists():
                 _end_engine(address)
         finally:
-            # From here on a signal cuts the wait short, and what is on disk is removed all the same.
+            # From here on a signal cuts the wait short; files are removed all the same.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.default_int_handler)
             try:
@@ -91,7 +92,8 @@ def supervise(options: ServeOptions) -> int:
 
 
 def _serve(frontends: Frontends, ranks: subprocess.Popen[bytes], failed: threading.Event) -> int:
-    """Until a signal has ended the frontends, one of them cannot go on or mpirun ends; the exit code."""
+    """Waits until a signal has ended the frontends, one of them cannot be kept up, or mpirun ends. Returns the exit
+    code."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: frontends.end())
     while frontends.code is None and not failed.is_set() and ranks.poll() is None:

@@ -1,16 +1,16 @@
-"""What people read: messages of a bearable length, and numbers with the digits that mean something."""
+"""Makes messages and numbers readable: limits the length of messages, and the digits of numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 DIGITS = 4
-"""Of times and forecasts: the clock and the cost model are not as good as that."""
+"""Significant digits of times and forecasts, which are not more precise than that."""
 
 
 def shortened(message: str, *, most: int, end: int) -> str:
-    """At most `most` characters of a message, which may quote what it is about. A long one loses its middle, and keeps
-    its beginning, which names the field, and its last `end` characters, which have the remedy."""
+    """A message cut to at most `most` characters, as it may quote an input of any length. The middle is left out: the
+    beginning names the field, and the last `end` characters have the remedy."""
     if len(message) <= most:
         return message
     return f"{message[: most - end - 3]} … {message[-end:]}"

@@ -82,7 +82,7 @@ def _echo_operations(engine: Path | None, tokens: int) -> None:
 
 
 def _verify(engine: Path, plans_alone: bool) -> None:
-    """Says that all weights and plans are as they were built, or refuses them."""
+    """Prints that all weights and plans are as they were built, or fails."""
     from splash_engines.open import verify_engine
     from splash_engines.tensorrt.store import has_plans, verify_plans
 
@@ -98,7 +98,7 @@ def _verify(engine: Path, plans_alone: bool) -> None:
 
 @contextmanager
 def _bar(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows what splash_engines.open.Progress is told."""
+    """A progress bar; yields a callback of the type splash_engines.open.Progress."""
     with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
 
         def progress(what: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""All commands of `splash-trt`. One is loaded when it is used: none waits for what another needs, as torch."""
+"""All commands of `splash-trt`. A command is loaded when it is used, so none waits for another's imports (torch)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from splash_trt.wording import shortened
 
 EXIT_USAGE = 2
 MAX_MESSAGE = 800
-"""Characters of an error, which may quote what a user gave."""
+"""The most characters of an error that are printed: it may quote what a user gave."""
 _MAX_END = 300
-OTHERS_WAIT_S = 20.0  # for rank 0 to say what is wrong, upon whose end mpirun ends the others
+OTHERS_WAIT_S = 20.0  # in which rank 0 says what is wrong and ends, upon which mpirun ends the other ranks
 
-# Each help is the first sentence of the command's own.
+# Each help is the first sentence of the command's own help.
 COMMANDS = {
     "build": Entry(
         "splash_trt.commands.engines:build_command",
@@ -61,12 +61,12 @@ COMMANDS = {
 
 
 def run() -> NoReturn:
-    """The command line. What a user got wrong is one line on stderr and exit code 2; Ctrl-C a KeyboardInterrupt."""
+    """Run the command line. A user's mistake ends in a line on stderr and exit code 2, Ctrl-C in KeyboardInterrupt."""
     try:
         sys.exit(commands.main(prog_name="splash-trt", standalone_mode=False))
     except click.ClickException as error:
         _refuse(error.format_message())
-    except click.Abort:  # click's word for it
+    except click.Abort:  # which click makes of a KeyboardInterrupt
         raise KeyboardInterrupt from None
 
 
@@ -79,7 +79,7 @@ def commands() -> None:
 def _refuse(message: str) -> NoReturn:
     rank = environment.mpi_rank()
     if rank != 0:
-        time.sleep(OTHERS_WAIT_S)  # rank 0 knows the same, and once is enough
+        time.sleep(OTHERS_WAIT_S)  # rank 0 prints the same, and once is enough
     place = f"rank {rank}: " if rank != 0 else ""
     text = shortened(" ".join(message.split()), most=MAX_MESSAGE, end=_MAX_END)
     sys.stderr.write(f"splash-trt: {place}{text}\n")

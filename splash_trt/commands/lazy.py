@@ -18,7 +18,7 @@ class Entry:
     place: str
     """module:attribute."""
     help: str
-    """The first sentence of its own, shown in the group's list."""
+    """The first sentence of the command's help, shown in the group's list."""
     hidden: bool = False
 
     def load(self) -> click.Command:
@@ -29,7 +29,7 @@ class Entry:
 
 
 class LazyGroup(click.Group):
-    """`table`: name -> the command's entry. Commands that were loaded are in `commands`, as in any group."""
+    """`table`: {name: entry} of all commands. Those that were loaded are in `commands`, as in any group."""
 
     def __init__(self, *args: Any, table: Mapping[str, Entry], **more: Any) -> None:
         super().__init__(*args, **more)

@@ -1,4 +1,4 @@
-"""`splash-trt build --engine tensorrt`: its options, and the building of plans before the engine's folder."""
+"""`splash-trt build --engine tensorrt`: its options, and the building of plans, which precedes that of the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_CACHE = Path("~/.cache/splash-trt/plans")
 OF_PLANS = "With --engine tensorrt: "
 
 ExtraFiles = Callable[[Path], list[Any]]
-"""Puts files into an engine's folder and says what to write of them in its manifest."""
+"""Writes files into an engine's folder and returns their entries for its manifest."""
 
 _OPTIONS = (
     click.option(
@@ -44,7 +44,7 @@ _OPTIONS = (
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options; the command gets them together as `plans`."""
+    """Adds the options to a command, which gets them as one dict, `plans`."""
 
     def wrapped(**given: Any) -> Any:
         plans = {name: given.pop(name) for name in names}
@@ -61,7 +61,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build_plans(model_dir: Path, options: dict[str, Any]) -> ExtraFiles | None:
-    """Build what --engine tensorrt asks for, with a progress bar; None for --engine torch."""
+    """Build the plans that --engine tensorrt asks for, with a progress bar; None for --engine torch."""
     if options["engine"] == "torch":
         for name in ("target", "dtype", "form", "plans_only"):
             if options[name]:
@@ -98,7 +98,7 @@ def build_plans(model_dir: Path, options: dict[str, Any]) -> ExtraFiles | None:
 
 
 def check_out(out: Path, plans_only: bool, overwrite: bool) -> None:
-    """Plans take minutes: what is wrong with their place is said before."""
+    """Fails if `out` cannot be written to: checked first, since building plans takes minutes."""
     from splash_engines.build import MARKERS
     from splash_engines.tensorrt.store import MARKERS as OF_PLANS_ONLY
     from splash_engines.whole_folder import check_target
@@ -107,7 +107,7 @@ def check_out(out: Path, plans_only: bool, overwrite: bool) -> None:
 
 
 def build_plans_only(extra_files: ExtraFiles, out: Path, overwrite: bool) -> None:
-    """A folder that holds plans and nothing else."""
+    """Make a folder that holds plans and nothing else."""
     from splash_engines.tensorrt.store import MARKERS
     from splash_engines.whole_folder import whole_folder
 
