@@ -1,4 +1,4 @@
-"""What the engine knows of a model: one frozen value, whatever family its config.json came from.
+"""ModelConfig: a model's sizes and choices as the engine uses them, whatever family its config.json is of.
 
 H heads, D hidden size, L latent (kv_lora_rank), R rope part, Q query latent (q_lora_rank), E experts.
 """
@@ -28,14 +28,14 @@ class GroupScore(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN's stretch of the rotary frequencies (arXiv 2309.00071)."""
+    """YaRN's parameters, by which rotary frequencies are scaled for longer contexts (arXiv 2309.00071)."""
 
     factor: float
     original_max_positions: int
     beta_fast: float
     beta_slow: float
     attention_factor: float
-    """What cos and sin are multiplied by."""
+    """The factor by which cos and sin are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ class Experts:
     """Of all shared experts together; 0: none."""
     scoring: Scoring
     selection_bias: bool
-    """A learned bias is added to the scores for choosing only (noaux_tc)."""
+    """Whether a learned bias is added to the scores, for choosing experts only and not for their weights (noaux_tc)."""
     num_groups: int
     top_groups: int
     group_score: GroupScore
     normalize: bool
-    """The chosen weights are divided by their sum (plus 1e-20)."""
+    """Whether the chosen experts' weights are divided by their sum (plus 1e-20)."""
     scale: float
-    """routed_scaling_factor, applied last."""
+    """routed_scaling_factor, by which the weights are multiplied last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,9 @@ class Indexer:
 
     num_heads: int
     head_dim: int
-    """Also the numbers that it adds to a token's cache row: its key."""
+    """Also how many numbers a token's cache row has in addition: the indexer's key."""
     top_k: int
-    """Rows that a token attends to at most."""
+    """The most rows that a token attends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ModelConfig:
     experts: Experts | None
     rope: Rope
     softmax_scale: float
-    """Multiplies q·k: (nope + rope)^-1/2, times mscale² where YaRN asks for it."""
+    """The factor of q·k before the softmax: (nope + rope)^-1/2, times mscale² if YaRN has it."""
     norm_eps: float
     latent_norm_eps: float
     """Of the norms inside attention (q_a, kv_a)."""
@@ -105,7 +105,7 @@ class ModelConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """What the checkpoint is stored in; only a default for the engine's."""
+    """The checkpoint's dtype, which is only the default for the engine's."""
     indexer: Indexer | None = None
     """None: a token attends to all rows before it."""
 
@@ -115,7 +115,7 @@ class ModelConfig:
 
     @property
     def row_width(self) -> int:
-        """Numbers in one token's cache row of one layer: L + R."""
+        """Numbers in a token's cache row in one layer: L + R."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property

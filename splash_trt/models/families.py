@@ -1,7 +1,7 @@
 """A Hugging Face config.json of an MLA model, turned into ModelConfig.
 
-Where transformers 5.24 has a class for the model type, a field means what it means there; a field that the class
-ignores, though the model type's other readers (vLLM, SGLang) follow it and ModelConfig can say it, is followed.
+A field means what it means in transformers 5.24's configuration class of the model type. A field that the class ignores
+is followed all the same if vLLM and SGLang follow it and ModelConfig can express it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splash_trt.weights.json_file import read_json_object
 
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 10_000
-LATENT_NORM_EPS = 1e-6  # of transformers' q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm in transformers, whatever rms_norm_eps says
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -34,10 +34,11 @@ READ_KEYS = frozenset(
     "quantization_config".split()
 )
 
-# No effect on what is computed at inference. `auto_map` names Python code beside the weights, which is never run.
-# `head_dim` is not read: checkpoints set it to any of qk_rope_head_dim, qk_nope + qk_rope or v_head_dim, and
-# transformers overwrites it (DeepSeek) or takes it for qk_rope_head_dim (GLM). qk_rope_head_dim is the truth, and the
-# checkpoint's tensors are held against it. The prediction layers (num_nextn_predict_layers) are skipped.
+# Fields without an effect on what is computed at inference. `auto_map` names Python code in the checkpoint, which is
+# never run. `head_dim` is not read: checkpoints set it to any of qk_rope_head_dim, qk_nope + qk_rope or v_head_dim, and
+# transformers overwrites it (DeepSeek) or takes it for qk_rope_head_dim (GLM). qk_rope_head_dim is used, and the shapes
+# of the checkpoint's tensors are checked against it. Layers for multi-token prediction (num_nextn_predict_layers) are
+# skipped.
 HARMLESS_KEYS = frozenset(
     "_attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout auto_map aux_loss_alpha "
     "bos_token_id chunk_size_feed_forward ep_size head_dim id2label initializer_range is_decoder is_encoder_decoder "
@@ -54,8 +55,8 @@ YARN_KEYS = ROPE_KEYS | frozenset(
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The configuration of the model in a Hugging Face folder. End-of-text ids of its generation_config.json, which
-    often names more than config.json does, are added.
+    """The configuration of the model in a Hugging Face folder. End-of-text ids from its generation_config.json, which
+    often has more of them than config.json, are added.
 
     Raises ValueError naming the file, the field and what is allowed.
     """
@@ -144,7 +145,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 
 
 def _q_lora_rank(fields: Fields, family: Family) -> int | None:
-    # Whether queries have a latent decides which tensors there are: too much to guess from a missing field.
+    # Whether queries have a latent decides which tensors there are, so a missing field is not taken as null.
     if "q_lora_rank" in fields.data and fields.data["q_lora_rank"] is None:
         if family.indexer is not None:
             fields.wrong("q_lora_rank", "a whole number: the indexer reads the query latent")
@@ -203,7 +204,7 @@ def _experts(fields: Fields, family: Family) -> Experts:
 
 
 def _groups(fields: Fields, family: Family, method: str, num_experts: int) -> tuple[int, int]:
-    """(num_groups, top_groups) as the method uses them: greedy chooses among all experts, whatever n_group says."""
+    """(num_groups, top_groups) as the method uses them: "greedy" chooses among all experts, whatever n_group says."""
     if method == "greedy":
         return 1, 1
     if family.groups is None:
@@ -221,7 +222,7 @@ def _groups(fields: Fields, family: Family, method: str, num_experts: int) -> tu
 
 
 def _rope(fields: Fields, family: Family) -> tuple[Rope, float]:
-    """The rotary embedding, and what multiplies the softmax scale twice."""
+    """The rotary embedding, and mscale, by whose square the softmax scale is multiplied."""
     interleaved = fields.flag("rope_interleave", True)
     if not interleaved and not family.rope_choice:
         fields.wrong("rope_interleave", f"true: {fields.data['model_type']} always rotates neighbouring pairs")
@@ -287,7 +288,7 @@ def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def _dtype(fields: Fields) -> str:
-    """What the checkpoint is stored in. transformers wrote torch_dtype up to version 4, dtype since."""
+    """The checkpoint's dtype. transformers wrote it as torch_dtype up to version 4, and as dtype since."""
     older = fields.choice("torch_dtype", DTYPES, "float32")
     dtype = fields.choice("dtype", DTYPES, older)
     if fields.has("torch_dtype") and older != dtype:

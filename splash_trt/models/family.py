@@ -11,7 +11,7 @@ from splash_trt.models.config import Indexer
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the configurations of one model type may say, and what holds where they say nothing.
+    """What the configurations of one model type may say, and the defaults of what they do not say.
 
     The defaults are those of transformers' configuration class of the type.
     """
@@ -28,22 +28,22 @@ class Family:
     shared_experts: int
     first_dense: int
     mlp_layer_types: bool
-    """Layers may be listed by mlp_layer_types, which then wins over first_k_dense_replace."""
+    """Whether mlp_layer_types may list the layers' kinds; it takes precedence over first_k_dense_replace."""
     rope_choice: bool
-    """rope_interleave may be false."""
+    """Whether rope_interleave may be false."""
     norm_eps: float
     indexer: Indexer | None = None
     """Defaults of the index_ fields; None: the type has no indexer."""
     indexer_interleaved: bool = False
-    """How the indexer always rotates its queries and keys, whatever attention does."""
+    """How the indexer rotates its queries and keys, independently of attention: in neighbouring pairs, or in halves."""
     indexer_sharing: bool = False
-    """Layers may use an earlier layer's choice instead of having an indexer; see parse_indexer."""
+    """Whether the type knows layers that use an earlier layer's choice instead of an indexer; see parse_indexer."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        # The official code raises for other scores and methods than these. It normalises where norm_topk_prob is true;
-        # transformers never does, and is followed: all published configurations of the type say false.
+        # The official code raises for other scores and methods than these. It normalises if norm_topk_prob is true;
+        # transformers never does, which is followed here: all published configurations of the type say false.
         "deepseek_v2": Family(
             scorings=("softmax",),
             topk_methods=("greedy", "group_limited_greedy"),
@@ -83,8 +83,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rope_choice=True,
             norm_eps=1e-5,
         ),
-        # Both as the two above, with an indexer. transformers has dropped rope_interleave: attention always rotates
-        # neighbouring pairs.
+        # These two are like the two above, with an indexer. transformers has dropped rope_interleave for them:
+        # attention always rotates neighbouring pairs.
         "deepseek_v32": Family(
             scorings=("sigmoid", "softmax"),
             topk_methods=("noaux_tc", "greedy", "group_limited_greedy"),

@@ -1,4 +1,4 @@
-"""Typed reading of one JSON object of a model's configuration; errors name the file and the field."""
+"""Reads fields of given types from a JSON object of a model's configuration; errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Fields:
         raise ValueError(f"{self.where}: {self.prefix}{key} {message}")
 
     def wrong(self, key: str, allowed: str) -> NoReturn:
-        """The field's value is not what is allowed."""
+        """Raises ValueError: the field's value is not allowed."""
         self.fail(key, f"is {_shown(self.data.get(key))}; it must be {allowed}")
 
     def has(self, key: str) -> bool:
-        """The field is there and not null."""
+        """Whether the field is there and not null."""
         return self.data.get(key) is not None
 
     def _get(self, key: str, default: Any, allowed: str) -> Any:
@@ -86,7 +86,7 @@ class Fields:
         return value
 
     def section(self, key: str) -> Fields | None:
-        """A nested object; None where it is missing, null or empty."""
+        """A nested object; None if it is missing, null or empty."""
         value = self.data.get(key)
         if value is None or value == {}:
             return None
@@ -95,7 +95,7 @@ class Fields:
         return Fields(value, where=self.where, prefix=f"{self.prefix}{key}.")
 
     def refuse_unknown(self, known: frozenset[str]) -> None:
-        """ValueError for a field that is set to something and not in `known`: it may change what is computed."""
+        """Raises ValueError for a field not in `known` that is set (not null, false, 0 or empty): it may matter."""
         for key, value in self.data.items():
             if key not in known and value:
                 self.fail(

@@ -9,7 +9,7 @@ INDEXER_KEYS = frozenset("index_n_heads index_head_dim index_topk indexer_rope_i
 SHARING_KEYS = frozenset("indexer_types index_topk_pattern index_topk_freq index_skip_topk_offset".split())
 
 LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
-"""transformers' name, and the one that it had before."""
+"""transformers' present name, and its earlier one."""
 
 
 def parse_indexer(fields: Fields, defaults: Indexer, num_layers: int, rope_dim: int, *, interleaved: bool) -> Indexer:
@@ -36,7 +36,8 @@ def parse_indexer(fields: Fields, defaults: Indexer, num_layers: int, rope_dim: 
 
 
 def _refuse_sharing(fields: Fields, num_layers: int) -> None:
-    """Layers that use an earlier one's choice cannot be represented. A list wins over a pattern, that over the rest."""
+    """Raises ValueError for layers that use an earlier layer's choice, which ModelConfig cannot express. Of the fields
+    that say so, indexer_types takes precedence over index_topk_pattern, and that over the others."""
     kinds = {"full": True, "shared": False, "F": True, "S": False}
     for key in ("indexer_types", "index_topk_pattern"):
         if not fields.has(key):

@@ -19,8 +19,8 @@ EXPECTED = (
 def load_for_planning(path: Path) -> tuple[ModelConfig, bool]:
     """The model of a config.json, or of the folder that holds one, and whether its checkpoint is quantised.
 
-    How it is quantised is not followed: config.Formats says what numbers are stored as. ValueError says what is wrong
-    with the file, and what is expected where it is no configuration at all.
+    How it is quantised is ignored: config.Formats says in which formats numbers are stored. ValueError says what is
+    wrong with the file, and what is expected.
     """
     file = path / "config.json" if os.path.isdir(path) else path
     if not os.path.isfile(file):

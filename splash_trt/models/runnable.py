@@ -1,4 +1,4 @@
-"""What cannot be run, most of which can be planned for: one place that refuses it, before any rank starts."""
+"""Refuses, before any rank starts, models and options that cannot be run. Most of them can be planned for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PLANNED_ONLY = "only `splash-trt capacity` and `splash-trt simulate` know it yet
 
 
 def refuse_unrunnable_model(model: ModelConfig) -> None:
-    """ValueError for a model whose tensors cannot all be computed with."""
+    """Raises ValueError for a model that has parts which are not implemented."""
     if model.indexer is not None:
         raise ValueError(
             f"model_type: {model.model_type!r} attends to the cache rows that an indexer chooses; {PLANNED_ONLY}"
@@ -17,8 +17,7 @@ def refuse_unrunnable_model(model: ModelConfig) -> None:
 
 
 def refuse_unrunnable(model: ModelConfig, config: EngineConfig) -> None:
-    """As refuse_unrunnable_model and refuse_cut, and for numbers that would have to be stored as something else than
-    dtype."""
+    """Raises ValueError as refuse_unrunnable_model and refuse_cut do, and for formats other than the engine's dtype."""
     refuse_unrunnable_model(model)
     for field in ("weights", "attention", "cache"):
         stored = getattr(config.formats, field)
@@ -28,7 +27,7 @@ def refuse_unrunnable(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def refuse_cut(model: ModelConfig, config: EngineConfig) -> None:
-    """ValueError for experts that cannot be cut as asked for, which cannot be planned for either."""
+    """Raises ValueError for experts that cannot be cut as config says. That cannot be planned for either."""
     experts, ranks = model.experts, config.num_ranks
     if config.experts_cut == "inside" and experts is not None and experts.intermediate_size < ranks:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The names that dashboards for vLLM and sglang query, for those of our metrics that mean the same.
+"""Our metrics under the names that dashboards for vLLM and sglang query, where these mean the same.
 
-Each is another name of one of ours, made when it is asked for: nothing is counted twice. What we have no truthful value
-for is left out: no prefix cache, speculation, adapters or swapping, and no page size that a client could make use of.
+They are made from our metrics at each scrape; nothing is counted twice. Names for which we have no true value are left
+out: those about prefix caches, speculation, adapters and swapping, and the page size, which is of no use to a client.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from prometheus_client.samples import Sample
 
 @dataclass(frozen=True)
 class Alias:
-    """`source`'s family as `name`. Labels that `labels` does not rename are summed over.
+    """The family `source` under the name `name`. Samples are summed over labels that are not in `labels`.
 
-    Family names of counters are without "_total", as prometheus_client has them.
+    Family names of counters are without "_total", as in prometheus_client.
     """
 
     name: str
     source: str
     labels: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
-    """Of renamed labels, where they are called otherwise."""
+    """{our value: theirs} of renamed labels, where they differ."""
     only: dict[str, str] = field(default_factory=dict)
-    """Samples with other values of these labels are left out."""
+    """{label: value}: samples with other values are left out."""
 
 
 _FINISHED = {"cancelled": "abort"}
@@ -36,7 +36,7 @@ _TTFT = "splash_time_to_first_token_seconds"
 _ITL = "splash_inter_token_seconds"
 
 ALIASES = (
-    # https://docs.vllm.ai/en/stable/usage/metrics/ and vLLM's Grafana example, older names beside newer ones.
+    # https://docs.vllm.ai/en/stable/usage/metrics/ and vLLM's Grafana example; both older and newer names.
     Alias("vllm:num_requests_running", "splash_running_requests"),
     Alias("vllm:num_requests_waiting", "splash_waiting_requests"),
     Alias("vllm:kv_cache_usage_perc", "splash_cache_usage_ratio"),
@@ -75,7 +75,7 @@ ALIASES = (
 
 
 class CompatNames(Collector):
-    """Collects what `registry` does, under the names of ALIASES, with a label model_name."""
+    """Collects the metrics of `registry` under the names of ALIASES, with a label model_name."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
@@ -88,7 +88,7 @@ class CompatNames(Collector):
                 yield self._renamed(alias, families[alias.source])
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry that is told nothing does not collect on registration."""
+        """Returns nothing, so that a registry does not call `collect` on registration."""
         return ()
 
     def _renamed(self, alias: Alias, family: Metric) -> Metric:

@@ -1,6 +1,6 @@
-"""Logs of every process: one place that says their form, lines to stderr, each with the process's name in it.
+"""The form of all processes' logs: lines to stderr, each with the process's name.
 
-Prompts and answers are in no line, whatever the level.
+No line has a prompt or an answer in it, whatever the level.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ FORMATS = ("text", "json")
 
 
 def configure(source: str, *, level: str = "info", form: str = "text") -> None:
-    """For this process. source: "frontend" or "rank 3". ValueError for another level or form than those above."""
+    """Sets up logging in this process. source: its name, such as "frontend" or "rank 3". level, form: of LEVELS and
+    FORMATS, or ValueError."""
     if level not in LEVELS:
         raise ValueError(f"log_level: {level!r} is not one of {', '.join(LEVELS)}")
     if form not in FORMATS:
@@ -24,26 +25,26 @@ def configure(source: str, *, level: str = "info", form: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(source) if form == "json" else TextLines(source))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # What others' libraries tell at debug is theirs, and may hold what a client sent.
+    # Debug lines of libraries are not shown: they may contain what a client sent.
     for name in ("asyncio", "aiohttp", "urllib3", "opentelemetry"):
         logging.getLogger(name).setLevel(max(logging.INFO, logging.getLevelName(level.upper())))
 
 
 def event(log: logging.Logger, level: int, name: str, **fields: object) -> None:
-    """Something that happened, as values: name=value pairs in a text, keys in JSON. What is None is left out."""
+    """Logs an event with fields: name=value pairs in text, keys in JSON. Fields that are None are left out."""
     if log.isEnabledFor(level):
         log.log(level, "%s", name, extra={"fields": {key: value for key, value in fields.items() if value is not None}})
 
 
 class TextLines(logging.Formatter):
-    """frontend: INFO text name=value …"""
+    """Lines such as: frontend: INFO text name=value …"""
 
     def __init__(self, source: str) -> None:
         super().__init__()
         self._source = source
 
     def format(self, record: logging.LogRecord) -> str:
-        # A line is a line, whatever an error quotes.
+        # One line per record, even if an error quotes line breaks.
         text = record.getMessage().replace("\n", "\\n")
         pairs = "".join(f" {name}={_value(value)}" for name, value in _fields(record).items())
         line = f"{self._source}: {record.levelname} {text}{pairs}"
@@ -51,7 +52,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (UTC), level, source, rank where it is one, logger, message, and an event's fields."""
+    """One JSON object per line: time (UTC), level, source, rank (of a rank), logger, message, and an event's fields."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def _value(value: object) -> str:
 
 
 class SwitchLines:
-    """One line a switch, once all is known of it. `told` takes its record (layout/switch.py) as plain values."""
+    """Logs one line per switch, when all is known of it. `told` takes its Record (layout/switch.py) as plain values."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -94,7 +95,7 @@ class SwitchLines:
         self._logged_to = 0
 
     def told(self, record: dict[str, object]) -> None:
-        """There is news of a switch; they come in order, and one may be told of again."""
+        """To be called with news of a switch. Switches come in order; one may come several times."""
         number = record.get("number")
         if not isinstance(number, int) or number <= self._logged_to or not record.get("ended"):
             return
@@ -106,7 +107,7 @@ class SwitchLines:
             self.flush()
 
     def flush(self) -> None:
-        """No step will come that could tell more."""
+        """To be called when no further step can complete what is known: logs the switch that waits, if there is one."""
         record, self._pending = self._pending, None
         if record is None:
             return

@@ -1,4 +1,4 @@
-"""The flags of `splash-trt serve` that say what an operator sees, named like serve.py's options."""
+"""The options of `splash-trt serve` for logs, traces and spans, named like the fields of serve.py's ServeOptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def observe_options(command: Command) -> Command:
-    """Gives a click command the flags."""
+    """Adds the options to a click command."""
     for option in (
         click.option("--otlp-endpoint", metavar="URL", help="Send a span a request to this OpenTelemetry collector."),
         click.option("--trace", metavar="FILE", help="Write rank 0's steps, moves and switches for ui.perfetto.dev."),
@@ -27,7 +27,7 @@ def observe_options(command: Command) -> Command:
 
 
 def check_trace(path: str) -> None:
-    """ValueError if there can be no such file."""
+    """Raises ValueError if the file cannot be written."""
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"trace: {path} cannot be written; give a file in a folder that exists and can be written to")

@@ -1,4 +1,4 @@
-"""One OpenTelemetry span for each HTTP request, sent to an OTLP collector over HTTP by a thread of the SDK's.
+"""One OpenTelemetry span for each HTTP request, sent to an OTLP collector over HTTP by a thread of the SDK.
 
 Names and attributes: OpenTelemetry's semantic conventions for HTTP servers and for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). No prompt and no answer is in a span.
@@ -23,14 +23,14 @@ from splash_trt.version import __version__
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 UNTRACED = frozenset({"/metrics", "/healthz", "/health", "/readyz"})
-"""Asked for every few seconds, by machines."""
+"""Paths without spans, since machines poll them every few seconds."""
 EXPORT_S = 2.0  # a collector that does not answer must not hold up the end of the process for longer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def open_spans(endpoint: str, model_name: str) -> OtelSpans:
-    """Spans that go to a collector, in batches."""
+    """Spans that are sent to a collector, in batches."""
     resource = Resource.create({"service.name": "splash-trt", "service.version": __version__})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_S)))
@@ -38,7 +38,7 @@ def open_spans(endpoint: str, model_name: str) -> OtelSpans:
 
 
 class RequestSpan(Span):
-    """One HTTP request's, from its headers to the end of its answer."""
+    """One HTTP request's span, from its headers to the end of its answer."""
 
     def __init__(self, span: trace.Span) -> None:
         self.span = span
@@ -54,7 +54,7 @@ class RequestSpan(Span):
         self._reasons.append(reason)
 
     def end(self, status: int | None, request_id: str | None) -> None:
-        """status: the HTTP response's; None: the client went away before there was one, or while it was read."""
+        """Ends the span. status: the HTTP response's; None: there is none, since the client went away."""
         if self._reasons:
             self.span.set_attributes({**self._usage, "gen_ai.response.finish_reasons": self._reasons})
         if request_id is not None:
@@ -68,7 +68,7 @@ class RequestSpan(Span):
 
 
 class OtelSpans(Spans):
-    """`middleware` makes the spans; it has to be the outermost."""
+    """Spans that `middleware`, which has to be the outermost, begins and ends."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         self._provider = provider
@@ -81,7 +81,7 @@ class OtelSpans(Spans):
         self.middlewares = (self.middleware,)
 
     def close(self) -> None:
-        """Sends what has not been sent, or gives it up after EXPORT_S."""
+        """Sends the spans that have not been sent, or gives up after EXPORT_S."""
         self._provider.shutdown()
 
     def current(self) -> Span:

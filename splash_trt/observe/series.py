@@ -1,5 +1,5 @@
-"""Measures that are taken at every token, and so must cost next to nothing: one thread takes them, without a lock;
-another may collect them, and then sees a moment of which a part may be a measure ahead."""
+"""Metrics that are updated at every token, and so must cost next to nothing: one thread updates them, without locks.
+Another thread may collect them; what it reads may be in the middle of an update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Distribution(Collector):
-    """A histogram without labels and locks, which takes several equal values at once.
+    """A histogram without labels and locks, which can take several equal values in one call.
 
     buckets: upper bounds, ascending, without infinity.
     """
@@ -53,7 +53,7 @@ class Total(Collector):
 
 
 class Rate(Collector):
-    """A gauge: how many per second, over the last whole seconds."""
+    """A gauge: the rate per second over the last WINDOW_S whole seconds."""
 
     WINDOW_S = 5
 
@@ -78,7 +78,7 @@ class Rate(Collector):
         first = max(now - self.WINDOW_S, int(self._since))
         if now == first:
             return 0.0
-        counts = list(self._counts)  # at once, whoever adds meanwhile
+        counts = list(self._counts)  # a copy in one operation, since another thread may add meanwhile
         return sum(count for second, count in counts if first <= second < now) / (now - first)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -1,5 +1,5 @@
-"""Spans of requests as the rest of the frontend sees them: what is told here goes nowhere unless a deployment asks for
-it with --otlp-endpoint, and then to otel.py, which alone needs OpenTelemetry."""
+"""The interface of request spans. The classes here do nothing; with --otlp-endpoint, those of otel.py, the only module
+that needs OpenTelemetry, are used in their place."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ REMEDY = "pip install 'splash-trt[otel]'"
 
 
 class Span:
-    """One HTTP request's. This one tells nobody."""
+    """One HTTP request's span. This one does nothing."""
 
     def first_token(self) -> None:
-        """The first token of one of its answers came."""
+        """To be called when the first token of one of the request's answers came."""
 
     def answered(self, input_tokens: int, output_tokens: int, reason: str) -> None:
-        """One of its answers has ended, and how."""
+        """To be called when one of the request's answers has ended. reason: why."""
 
 
 class Spans:
-    """The spans of one frontend. These tell nobody."""
+    """The spans of one frontend. These do nothing."""
 
     middlewares: tuple[Middleware, ...] = ()
     """For the application, around all others."""
 
     def current(self) -> Span:
-        """Of the HTTP request that is handled in this task."""
+        """The span of the HTTP request that is handled in this task."""
         return Span()
 
     def on_status(self, status: Status) -> None:
-        """How things stand; a change of the layout is an event of every request under way."""
+        """Takes note of the engine's status; a change of layout becomes an event in the span of each open request."""
 
     def close(self) -> None:
-        """Nothing more will be told."""
+        """To be called at the end."""
 
 
 def check_endpoint(endpoint: str) -> None:
-    """ValueError for what is no http(s) URL, or if OpenTelemetry is not installed."""
+    """Raises ValueError if `endpoint` is not an http(s) URL, or if OpenTelemetry is not installed."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         example = "http://localhost:4318"
@@ -55,5 +55,5 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans go: the endpoint if it has a path, else OTLP's usual one."""
+    """The URL that spans are sent to: the endpoint if it has a path, otherwise with OTLP's default path."""
     return endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"

@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from splash_trt.link import SwitchReport
 
 MAX_KEPT = 1000
-"""Records of the latest switches that are kept."""
+"""How many records of the latest switches are kept."""
 
-# Few: each comes once for each of up to 12 ways to switch, and again for each state or kind.
+# Few buckets, since there is a histogram for each of up to 12 (source, target), times states or kinds.
 _STATE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
 _BYTES = (0, *(1 << shift for shift in range(12, 37, 4)))  # 4 KiB to 64 GiB
 _RATIO = (0.95, 1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5)
@@ -17,7 +17,7 @@ _STALL_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 
 
 class SwitchMetrics:
-    """Keeps the records, newest `MAX_KEPT`, and what Prometheus is told. Bytes are those planned."""
+    """Keeps the records of the latest MAX_KEPT switches, and the metrics for Prometheus. Bytes are those in plans."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ends = ["source", "target"]
@@ -44,19 +44,19 @@ class SwitchMetrics:
         self._stalled_to = 0
 
     def records(self) -> list[dict[str, object]]:
-        """Newest first."""
+        """The records, newest first."""
         return [self._records[number] for number in sorted(self._records, reverse=True)]
 
     def on_restart(self) -> None:
-        """Another engine numbers its switches from 1 again; what was counted stays."""
+        """A new engine numbers its switches from 1 again: forgets the records, but keeps what was counted."""
         self._records.clear()
         self._ended_to = self._stalled_to = 0
 
     def on_report(self, report: SwitchReport) -> None:
-        """Switches end in the order of their numbers, one at a time; a stall is known at the end or soon after."""
+        """Takes a report. Switches end one at a time, in order; a stall is reported at the end or soon after."""
         record, number = report.record, report.number
         self._records[number] = record
-        if report.is_past:  # counted, if it has ended, by those that were there
+        if report.is_past:  # it happened before this frontend was connected, so others have counted it
             self._ended_to = max(self._ended_to, number if record.get("ended") else 0)
             self._stalled_to = max(self._stalled_to, number if record.get("stall_s") is not None else 0)
         while len(self._records) > MAX_KEPT:
@@ -71,7 +71,7 @@ class SwitchMetrics:
             self._count(ends, record)
 
     def _count(self, ends: tuple[str, str], record: dict[str, object]) -> None:
-        # Without the reason of an abort, of which there are too many for a label.
+        # Without the reason for an abort: there are too many of them for a label.
         outcome = str(record.get("outcome")).partition(":")[0]
         self._switches.labels(*ends, outcome).inc()
         if outcome == "aborted":

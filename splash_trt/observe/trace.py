@@ -1,12 +1,12 @@
 """A trace of rank 0's steps, moves, switch states and commits, for ui.perfetto.dev and chrome://tracing.
 
-The file is a JSON array of trace events, one a line, written as they happen: a run that is killed leaves an array
-without its "]", which both viewers read, and whose last line may be torn. When the file has grown to half of its bound
-it becomes FILE.previous and a new one begins, so that the latest events are always there.
+The file is a JSON array of trace events, one per line, written as they happen. A run that is killed leaves an array
+without "]", whose last line may be incomplete; both viewers read that. When the file has grown to half of max_bytes, it
+is renamed to FILE.previous and a new one begins, so that the latest events are always there.
 
-All times are on rank 0's clock, from the trace's begin. Each rank is a process in it:
+All times are on rank 0's clock, from the trace's begin. In the trace, each rank is a process with these tracks:
 
-    rank 0   steps      what a step took on rank 0, which is what the ranks took together: they meet in every layer
+    rank 0   steps      the time of a step on rank 0, which is that of all ranks, since they meet in every layer
              switch     the states of a switch
     rank r   moves      the bytes that it sends and receives in a step, drawn as long as the step
              commits    the first step of a new layout, with the gap before it that the rank reported
@@ -38,7 +38,7 @@ TRACKS = {STEPS: "steps", SWITCH: "switch", MOVES: "moves", COMMITS: "commits"}
 
 
 class SwitchRecord(Protocol):
-    """What is told of the switch under way: layout/switch.py's Record is one."""
+    """What is traced of the switch under way; layout/switch.py's Record has these fields."""
 
     number: int
     source: str
@@ -47,19 +47,21 @@ class SwitchRecord(Protocol):
 
 
 class Observer(Protocol):
-    """Whom the orchestrator tells of its turns. state, record: of the switch, at that moment; now: on its clock."""
+    """Is called by the orchestrator in its turns. state, record: of the switch, at that moment; now: the orchestrator's
+    time."""
 
     def planned(self, plan: Plan | None, state: str, record: SwitchRecord | None, now: float) -> None:
-        """A plan is about to go out, or there was nothing to do."""
+        """A plan is about to be sent; None: there was nothing to do."""
 
     def completed(self, plan: Plan, result: StepResult, state: str, record: SwitchRecord | None, now: float) -> None:
-        """A plan's result is in. Plans complete in the order in which they went out."""
+        """A plan's result has come. Plans complete in the order in which they were sent."""
 
 
 class TraceFile:
-    """Events as lines of one file of at most max_bytes / 2, beside the one before. OSError if it cannot be made.
+    """A trace in two files, the present one and the one before it, each of about max_bytes / 2 at most. Raises OSError
+    if it cannot be created.
 
-    header, footer: called for the events that every file is to begin and to end with.
+    header, footer: return the events with which every file begins and ends.
     """
 
     def __init__(
@@ -77,13 +79,13 @@ class TraceFile:
         self._file: BinaryIO | None = self._open()
 
     def write(self, *events: dict[str, object]) -> None:
-        """Nothing, once the file could not be written to."""
+        """Writes events. Does nothing once writing has failed."""
         with self._giving_up() as file:
             if file is not None:
                 self._put(file, events)
 
     def turn_over(self) -> None:
-        """Begin another file if this one is full."""
+        """Begins a new file if this one is full."""
         with self._giving_up() as file:
             if file is not None and self._size > self._half:
                 self._end(file)
@@ -92,7 +94,7 @@ class TraceFile:
 
     @contextmanager
     def _giving_up(self) -> Iterator[BinaryIO | None]:
-        """The file; when it cannot be written to, the trace ends and serving goes on."""
+        """Yields the file. If writing to it fails, the trace ends, and serving goes on."""
         try:
             yield self._file
         except OSError as error:
@@ -122,7 +124,7 @@ class TraceFile:
 
 
 class StepTracer:
-    """An Observer that writes a trace. row_bytes: of one token's cache rows; number_bytes: of one weight."""
+    """An Observer that writes a trace. row_bytes: of a token's cache row, all layers; number_bytes: of a weight."""
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class StepTracer:
 
     def completed(self, plan: Plan, result: StepResult, state: str, record: SwitchRecord | None, now: float) -> None:
         self._now = now
-        # Steps run one after the other, so a plan that was sent early began when the one before it had ended.
+        # Steps run one after the other, so a plan that was sent while another ran began when that had ended.
         begin = max(self._sent.pop(plan.step, now), self._steps_end)
         end = min(begin + result.seconds, max(now, begin))
         self._steps_end = end
@@ -202,7 +204,8 @@ class StepTracer:
         return _event("E", str(self._state_event["name"]), 0, SWITCH, self._us(self._now))
 
     def _follow(self, state: str, record: SwitchRecord | None) -> None:
-        """Draws the switch's state as a slice. One that came and went within a turn is not seen."""
+        """Writes a change of the switch's state as the end and begin of a slice. A state that lasts less than a turn is
+        not seen."""
         present = None if record is None else (state, record.number)
         if present == self._state:
             return
@@ -236,7 +239,7 @@ class StepTracer:
 def _moves(
     plan: Plan, moved: tuple[np.ndarray, np.ndarray, np.ndarray], ts: float, dur: float
 ) -> list[dict[str, object]]:
-    """Of each rank that has a part in them."""
+    """An event for each rank that takes part in the plan's copies."""
     events = []
     for rank in np.flatnonzero(sum(moved)).tolist():
         sent, received, inside = (int(part[rank]) for part in moved)

@@ -1,1 +1,1 @@
-"""Triton Inference Server in front of a running frontend: a model repository, and the program that it runs."""
+"""Serving through Triton Inference Server: a model repository whose program passes requests on to a frontend."""

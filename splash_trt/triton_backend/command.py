@@ -20,7 +20,8 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def write_repository(
     out: Path, endpoint: str, model_name: str, *, max_requests: int = 1024, batched: bool = False
 ) -> Path:
-    """The model's folder, out/model_name; what it held of an earlier one is replaced. Raises ValueError."""
+    """Writes the model's folder, out/model_name, and returns it. Files of an earlier one are replaced. Raises
+    ValueError."""
     check_endpoint(endpoint, "endpoint")
     if not MODEL_NAME.fullmatch(model_name):
         allowed = "letters, digits, _, - and ., and not begin with the last two"

@@ -1,4 +1,4 @@
-"""The model's inputs and outputs, and config.pbtxt from them."""
+"""The inputs and outputs of Triton's model, and the config.pbtxt that declares them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = (
     TensorSpec("text_input", "TYPE_STRING"),
     TensorSpec("stream", "TYPE_BOOL"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
-    # The vLLM backend's.
+    # Those of Triton's vLLM backend.
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("return_finish_reason", "TYPE_BOOL"),
     TensorSpec("return_cumulative_logprob", "TYPE_BOOL"),
@@ -77,7 +77,7 @@ instance_group [ {{ count: 1, kind: KIND_CPU }} ]
 
 def config_text(name: str, endpoint: str, max_requests: int, batched: bool) -> str:
     """config.pbtxt. batched: tensors have a leading axis of size 1, as with TensorRT-LLM's models."""
-    # JSON writes strings as protobuf's text format does.
+    # JSON quotes strings as protobuf's text format does.
     lines = [HEAD.format(name=json.dumps(name), max_batch_size=int(batched))]
     for key, value in (("endpoint", endpoint), ("max_requests", str(max_requests))):
         lines.append(f"parameters {{ key: {json.dumps(key)}, value: {{ string_value: {json.dumps(value)} }} }}\n")
