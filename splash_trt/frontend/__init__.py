@@ -1,1 +1,1 @@
-"""The process that speaks HTTP to clients, and the link's messages to rank 0."""
+"""The frontend: the process that serves clients over HTTP, and exchanges the link's messages with rank 0."""

@@ -1,4 +1,4 @@
-"""The application: its routes by the files that have them, and around them errors, keys and a count of responses."""
+"""The HTTP application: puts the routes together, and adds errors, API keys and a count of responses to all of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from splash_trt.observe.log import event
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/healthz", "/health", "/readyz", "/version", "/openapi.json")
-"""Served without a key: what load balancers ask, and what says nothing of anybody's requests."""
+"""Paths that need no key: load balancers ask for them, and they say nothing about anybody's requests."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Frontend:
-    """Serves one model. api_key None: everybody is served."""
+    """Serves one model. api_key None: no key is needed. key_for_metrics: /metrics needs the key too."""
 
     def __init__(
         self, serving: Serving, history: History, *, api_key: str | None = None, key_for_metrics: bool = False
@@ -43,7 +43,7 @@ class Frontend:
 
     @property
     def busy(self) -> bool:
-        """A generation is under way."""
+        """Whether a generation is under way."""
         return self._serving.num_streams > 0
 
     def drain(self) -> None:
@@ -63,11 +63,12 @@ class Frontend:
         return app
 
     def completion(self, data: bytes, request_id: str) -> Awaitable[Completion]:
-        """For local clients: the body of a completion with one prompt. ApiError says why it is refused."""
+        """The completion that a local client asks for. data: a body of /v1/completions with one prompt. Raises ApiError
+        if it is refused."""
         return self._generation.local_completion(data, request_id)
 
     def token_name(self, token: int) -> str:
-        """How log-probabilities name it."""
+        """The token's name in log-probabilities."""
         tokenizer = self._serving.tokenizer
         return f"token_id:{token}" if tokenizer is None else tokenizer.token_name(token)
 
@@ -78,13 +79,13 @@ class Frontend:
             self._check_key(request)
             response = await handler(request)
         except ApiError as error:
-            # Neither its message nor its field, which may be what the client sent.
+            # Neither the error's message nor its field are logged, as they may quote what the client sent.
             about = {"status": error.status, "code": error.code}
             event(log, logging.DEBUG, "refused", method=request.method, path=request.path[:100], **about)
             response = refusal(request, error)
         except web.HTTPException as error:  # of aiohttp's own: no such route or method
             response = refusal_of_aiohttp(request, error)
-        except RecursionError:  # what could just be read may still be too deep for a template or a grammar
+        except RecursionError:  # JSON that could just be parsed may still be too deep for a template or a grammar
             response = refusal(request, ApiError("body: the JSON is nested too deeply", param="body"))
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
@@ -99,7 +100,7 @@ class Frontend:
         if self._key_digest is None or request.path in self._open_paths:
             return
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        # Digests are of one length, so that the time says nothing of the key.
+        # Digests have one length, so that the time of the comparison tells nothing about the key.
         given = _digest(key.strip().encode(errors="surrogateescape"))
         if not hmac.compare_digest(given, self._key_digest) or kind.lower() != "bearer":
             message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"

@@ -20,7 +20,7 @@ class BackgroundThreads:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """function(), or what it raises. When this is cancelled the thread goes on, and nobody takes its result."""
+        """The result of function(), or what it raises. If this is cancelled the thread goes on, for nobody."""
         async with self._turns:
             loop = asyncio.get_running_loop()
             future: asyncio.Future[T] = loop.create_future()

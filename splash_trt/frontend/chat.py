@@ -1,4 +1,4 @@
-"""Chats as clients send them: messages, tools, and what the model's template is given of them."""
+"""Chats as clients send them: messages and tools, and the form in which the model's chat template gets them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.protocol import MAX_TOOLS, Alternatives, Count, FunctionName, GenerationBody, Part
 
 RESERVED = ("messages", "tools", "add_generation_prompt")
-"""Names that chat_template_kwargs may not give to a template, as they are given already."""
+"""Names that chat_template_kwargs may not contain, as the template gets them from the request itself."""
 
 NEED_CONTENT = ("system", "developer", "user")
-"""Roles whose messages say nothing without it."""
+"""Roles whose messages must have content."""
 
 
 class ContentPart(Part, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -57,9 +57,9 @@ class Message(Part, frozen=True, kw_only=True):
     function_call: None = None
 
     def for_template(self, number: int) -> dict[str, Any]:
-        """As chat templates take it: content None where there is none, arguments of calls as objects.
+        """The message as chat templates take it: content None if there is none, arguments of calls as objects.
 
-        `number` is for the error's words.
+        number: the message's, for errors.
         """
         field = f"messages[{number}]"
         if self.content is None and self.role in NEED_CONTENT:
@@ -143,25 +143,25 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def switches(self) -> dict[str, Any]:
-        """What the template is given beside the messages and tools."""
+        """What the template gets in addition to messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def functions(self) -> dict[str, dict[str, Any] | None]:
-        """Of the tools that may be called: name -> JSON Schema of its parameters. Empty with tool_choice "none"."""
+        """{name: JSON Schema of its parameters} of the tools that may be called. Empty with tool_choice "none"."""
         if self.tool_choice == "none":
             return {}
         return {tool.function.name: tool.function.parameters for tool in self.tools or ()}
 
     @property
     def forced_function(self) -> str | None:
-        """The one that the answer has to be a call of."""
+        """The function that the answer has to call, if tool_choice names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
 
     @property
     def forces_calls(self) -> bool:
-        """The answer has to be one call or more."""
+        """Whether the answer has to be one or more calls."""
         return isinstance(self.tool_choice, NamedChoice) or self.tool_choice == "required"
 
     def check(self) -> None:
@@ -187,7 +187,7 @@ def render(
     *,
     answer_follows: bool = True,
 ) -> str:
-    """The text of a chat, up to where the answer begins. ApiError names what the template cannot take."""
+    """The text of a chat, up to where the answer begins. ApiError says what the template cannot take."""
     taken = next((name for name in RESERVED if name in switches), None)
     if taken is not None:
         message = f"chat_template_kwargs: {taken!r} is not allowed here; it follows from the request"

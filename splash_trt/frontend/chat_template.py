@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages and tools to the text that the model was trained on."""
+"""A checkpoint's chat template, which turns messages and tools into text of the form that the model was trained on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TemplateRefusal(TemplateError):
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, run in a sandbox: it comes from a file that somebody else wrote."""
+    """A checkpoint's chat template. It is run in a sandbox, as it comes from a file that is not trusted."""
 
     def __init__(self, source: str, names: dict[str, str]) -> None:
-        """names: bos_token and the like. ValueError if the source is no template."""
+        """names: {"bos_token": …} and the like. Raises ValueError if the source is no template."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -38,7 +38,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
-        """From chat_template.jinja, else from tokenizer_config.json; None if neither has one."""
+        """The template in chat_template.jinja, or else in tokenizer_config.json; None if there is none."""
         config = _read_json(folder / "tokenizer_config.json")
         names = {}
         for name, value in config.items():
@@ -64,13 +64,13 @@ class ChatTemplate:
         *,
         answer_follows: bool = True,
     ) -> str:
-        """The chat up to where the answer begins. ApiError if the template refuses it.
+        """The chat's text up to where the answer begins. Raises ApiError if the template refuses the chat.
 
         Arguments of calls in `messages` are objects. more: the template's own switches, such as enable_thinking.
-        answer_follows: the text ends with what an answer begins with.
+        answer_follows: whether the text ends with the template's header of an answer.
         """
         given = {**(more or {}), "tools": tools, "add_generation_prompt": answer_follows, **self._names}
-        # Only beside calls can a template expect that there is no content; most write "None" then.
+        # Templates that test for it get None as content of a message with calls; most others would write "None".
         keeps_none = bool(_ASKS_FOR_NONE.search(self.source))
         messages = [
             {**m, "content": ""} if m.get("content") is None and not (keeps_none and m.get("tool_calls")) else m
@@ -81,7 +81,7 @@ class ChatTemplate:
         except TemplateRefusal as refusal:
             raise ApiError(f"messages: {refusal}", param="messages") from None
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # It expects something of the messages that they lack.
+            # The template expects something that the messages lack.
             message = f"messages: the model's chat template cannot take them: {error}"
             raise ApiError(message, param="messages") from None
 
@@ -92,7 +92,7 @@ class ChatTemplate:
             with_text = [_with_text_arguments(message) for message in messages]
             if with_text == messages:
                 raise
-            # Some templates, DeepSeek-V3's among them, put the arguments' JSON text behind other text.
+            # Some templates, such as DeepSeek-V3's, append the arguments to other text, so they need JSON text.
             return self._template.render(messages=with_text, **given)
 
 
@@ -115,12 +115,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes for HTML, which no model was trained on. The arguments are those of transformers' filter.
+    # Jinja's own tojson escapes HTML, which models were not trained on. The parameters are those of transformers' one.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An absent file is an empty one."""
+    """The object in a JSON file; empty if there is no file."""
     if not path.exists():
         return {}
     try:

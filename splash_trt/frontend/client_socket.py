@@ -1,7 +1,7 @@
-"""Completions for local programs over a socket of their own: Triton's model is the client that it is made for.
+"""Completions for local programs over a ZeroMQ socket, made for Triton's model.
 
-A request is the body of POST /v1/completions with one prompt, and goes the way of an HTTP one: the same checks, limits,
-tokenizer and stop strings. The messages are in triton_backend/repository/protocol.py.
+A request is the body of POST /v1/completions with one prompt, and is treated like an HTTP request: with the same
+checks, limits, tokenizer and stop strings. The messages are in triton_backend/repository/protocol.py.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from splash_trt.triton_backend.repository.protocol import Cancel, Event, Failure
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-FRAMES_QUEUED = 16  # messages on their way to one client; what comes after them waits here, one piece for each request
+FRAMES_QUEUED = 16  # messages queued for one client; what comes after them is kept here, joined for each request
 SLOW_CLIENT_S = 0.02
-GONE_AFTER_S = (0.0, 0.02, 1.0)  # waits before speaking to all clients, of which one is said to be gone
+GONE_AFTER_S = (0.0, 0.02, 1.0)  # waits before each message to all clients, to find the one that has gone (_watch)
 LINGER_MS = 500
-SPARE_BYTES = 1 << 16  # of a message, beside the body
+SPARE_BYTES = 1 << 16  # of a message, in addition to the body
 
 
 class Completions(Protocol):
     """What the socket needs of the frontend."""
 
     def completion(self, body: bytes, request_id: str) -> Awaitable[Completion]:
-        """ApiError says why it is refused."""
+        """As Frontend.completion."""
 
     def token_name(self, token: int) -> str: ...
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt, checked and encoded, not yet submitted. `generation.close` must follow."""
+    """One prompt, checked and tokenized, not yet submitted. Whoever gets it has to call `generation.close`."""
 
     generation: Generation
     num_prompt_tokens: int
@@ -56,7 +56,7 @@ class Completion:
 
 @dataclass(eq=False)
 class Job:
-    """One client's request under way. `ended`: nothing will be added to its answer any more."""
+    """One request of a client. `ended`: nothing will be added to its answer any more."""
 
     client: bytes
     request: Generate
@@ -68,16 +68,16 @@ class Job:
 
 @dataclass
 class Client:
-    """Its requests by their ids, and those that have news for it."""
+    """A client: its requests by their ids, and those of them that have news to send."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     news: dict[str, Job] = field(default_factory=dict)
     unsent: bytes | None = None
-    """A message that its queue had no room for."""
+    """A message for which its queue had no room."""
 
 
 def check_endpoint(endpoint: str, field: str = "client_endpoint") -> None:
-    """ValueError unless it is a Unix socket or a port of this machine: whoever connects is served unasked."""
+    """Raises ValueError unless `endpoint` is a Unix socket or a port of this machine: clients need no key there."""
     kind, _, where = endpoint.partition("://")
     host, _, port = where.rpartition(":")
     if kind == "ipc" and where.startswith("/"):
@@ -91,9 +91,10 @@ def check_endpoint(endpoint: str, field: str = "client_endpoint") -> None:
 
 
 def check_free(endpoint: str) -> None:
-    """ValueError where nothing can listen now: ZeroMQ would put its socket in a file's place, or in another server's.
+    """Raises ValueError if nothing can listen at `endpoint` now: there is no such folder, another server listens there,
+    or a file is in its place (ZeroMQ would replace either).
 
-    A socket that nobody listens at is what a killed server has left.
+    A socket that nobody listens at was left by a killed server, and may be replaced.
     """
     kind, _, where = endpoint.partition("://")
     if kind != "ipc":
@@ -116,7 +117,8 @@ def check_free(endpoint: str) -> None:
 
 
 class ClientSocket:
-    """Serves any number of clients. One that reads slowly gets longer pieces later; one that goes away is cancelled."""
+    """Serves any number of clients. One that reads slowly gets longer pieces, less often. When one goes away, its
+    requests are cancelled."""
 
     def __init__(self, endpoint: str, completions: Completions, model_name: str, max_body_bytes: int) -> None:
         check_endpoint(endpoint)
@@ -127,24 +129,24 @@ class ClientSocket:
         self._clients: dict[bytes, Client] = {}
         self._news = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
-        """They end only with `close`, or by an exception, which is a bug."""
+        """They end only by `close`, or by an exception, which is a bug."""
 
     @property
     def busy(self) -> bool:
-        """A client has yet to be told everything of some request."""
+        """Whether there is a request of which something is still to be sent."""
         return any(client.jobs or client.unsent for client in self._clients.values())
 
     @property
     def has_news(self) -> bool:
-        """Something waits to be sent."""
+        """Whether something waits to be sent."""
         return any(client.news or client.unsent is not None for client in self._clients.values())
 
     def start(self) -> None:
-        """ValueError if nothing can listen there."""
+        """Begins to listen. Raises ValueError if that is impossible at this endpoint."""
         check_free(self._endpoint)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what cannot be sent is dropped without a word
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, what cannot be sent is dropped silently
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_QUEUED)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_body_bytes + SPARE_BYTES)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -158,7 +160,7 @@ class ClientSocket:
         self.tasks = [asyncio.create_task(act) for act in (self._receive(), self._tell(), self._watch())]
 
     async def close(self) -> None:
-        """Requests under way are cancelled without a word: tell them before, through the engine's client."""
+        """Cancels requests under way without telling their clients: fail them through the engine's client before."""
         if not self.tasks:
             return  # it was never started, or could not be
         jobs = [job.task for client in self._clients.values() for job in client.jobs.values() if job.task is not None]
@@ -190,7 +192,7 @@ class ClientSocket:
                     self._forget(client, job)
             else:
                 await self._welcome_client(name)
-            # A receive that need not wait does not yield.
+            # A receive that finds a message at once does not yield to other tasks.
             await asyncio.sleep(0)
 
     def _begin(self, name: bytes, client: Client, request: Generate) -> None:
@@ -236,7 +238,7 @@ class ClientSocket:
             self._news.set()
 
     async def _tell(self) -> None:
-        """All that is new to a client goes in one message; what it cannot take yet grows meanwhile."""
+        """Sends news. All news for a client goes into one message; while its queue is full, more is joined to it."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -278,7 +280,7 @@ class ClientSocket:
             num_tokens=len(piece.tokens),
             logprobs=tuple(self._token(shown) for shown in piece.logprobs),
             num_prompt_tokens=completion.num_prompt_tokens,
-            # It may be known before its task has ended.
+            # Only at the end, though it may be known before.
             finish=completion.generation.answers[0].finish if job.ended else None,
             failure=failure,
         )
@@ -289,10 +291,10 @@ class ClientSocket:
         return Token(known.token, name(known.token), known.logprob, top)
 
     async def _watch(self) -> None:
-        """ZeroMQ does not say which client went away: all are spoken to, which fails for that one.
+        """Finds clients that have gone. ZeroMQ only reports that one has. So all are sent a message; for it, that fails.
 
-        It tells a moment before it lets go of the client, and what is sent in that moment does not fail. So they are
-        spoken to several times, counted anew from the last client that went away.
+        The report comes a moment before sending begins to fail. So messages are sent after each wait of GONE_AFTER_S,
+        which begin again when another client goes.
         """
         waits: list[float] = []
         while True:
@@ -308,12 +310,12 @@ class ClientSocket:
         try:
             await self._socket.send_multipart([name, protocol.encode(self._welcome)], zmq.NOBLOCK)
         except zmq.Again:
-            pass  # it is there, and has much to read
+            pass  # the client is there, and its queue is full
         except zmq.ZMQError as error:
             self._gone(name, error)
 
     def _gone(self, name: bytes, error: zmq.ZMQError) -> None:
-        """Nobody will read what its requests generate."""
+        """Cancels the requests of a client that cannot be reached. Raises `error` if it says something else."""
         if error.errno != zmq.EHOSTUNREACH:
             raise error
         client = self._clients.pop(name, Client())

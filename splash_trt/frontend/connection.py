@@ -1,4 +1,4 @@
-"""Connections whose client has ended its sending side, as `nc -N` does: they get their answer all the same."""
+"""HTTP connections that still answer a client that has closed its sending side, as `nc -N` does; listening sockets."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BACKLOG = 1024
 
 
 class HalfOpenHandler(RequestHandler):
-    """aiohttp's own closes the connection where the client's side ends, and the answer is lost.
+    """aiohttp's own handler closes the connection when the client closes its sending side, and the answer is lost.
 
-    Whether a client only ended its side or went away cannot be told from what it sends: both are the same packet. Only
-    writing to it shows, as a machine whose program is gone refuses what comes. So until the answer begins it is sent
-    interim responses, which every client of HTTP/1.1 must skip (RFC 9110, 15.2).
+    A client that has only closed its sending side and one that has gone send the same packet. The difference shows only
+    when something is written to it: the host of a program that is gone rejects it. So until the answer begins, the
+    client is sent interim responses, which every client of HTTP/1.1 must skip (RFC 9110, 15.2).
     """
 
     __slots__ = ("_last_body",)
@@ -35,7 +35,7 @@ class HalfOpenHandler(RequestHandler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._last_body: StreamReader | None = None
-        """Of the request that came last."""
+        """The body of the request that came last."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -43,21 +43,21 @@ class HalfOpenHandler(RequestHandler):
             self._last_body = self._messages[-1][1]
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the connection open."""
+        """The client has closed its sending side. Returns True to keep the connection open."""
         is_idle = self._waiter is not None and not self._waiter.done()
         if is_idle or self._last_body is None or not self._last_body.is_eof():
             return False
-        self.close()  # once the answers to what came are sent
+        self.close()  # takes effect when the answers to all requests that came are sent
         self._probe(0)
         return True
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """What cannot be read as a request, in the form of all other errors; it ends the connection."""
+        """The response to what is not a valid HTTP request, in the form of all other errors; it ends the connection."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun, so no error can be sent")
-        if isinstance(exc, ContentEncodingError):  # a known one, for which this Python lacks the means
+        if isinstance(exc, ContentEncodingError):  # an encoding that aiohttp knows, but this Python cannot decode
             status = web.HTTPUnsupportedMediaType.status_code
             message = "Content-Encoding: it is not supported here; gzip and deflate are"
         if status >= 500:
@@ -70,7 +70,7 @@ class HalfOpenHandler(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        if isinstance(resp, web.HTTPException):  # raised before our own handlers were asked
+        if isinstance(resp, web.HTTPException):  # raised before our own middleware was called
             resp = refusal_of_aiohttp(request, resp)
         return await super().finish_response(request, resp, start_time)
 
@@ -92,7 +92,8 @@ class HalfOpenHandler(RequestHandler):
 async def listen(
     runner: web.AppRunner, host: str | None = None, port: int = 0, *, opened: socket.socket | None = None
 ) -> asyncio.Server:
-    """Serves the runner's application there, or what comes to a socket that listens. OSError if nothing can listen."""
+    """Serves the runner's application at host and port, or at `opened`, a listening socket. Raises OSError if it cannot
+    listen."""
     loop, manager = asyncio.get_running_loop(), runner.server
     assert manager is not None, "the runner is set up"
 
@@ -105,18 +106,19 @@ async def listen(
 
 
 def open_sockets(host: str, port: int, count: int) -> list[list[socket.socket]]:
-    """Sockets that listen there, `count` groups of one for each address of the host. ValueError if it cannot be.
+    """`count` groups of listening sockets, each of one for every address of the host. Raises ValueError if it cannot
+    listen there.
 
-    The groups share the port (SO_REUSEPORT): the kernel deals connections out to them by a hash of the client's address
-    and port. From one socket that all accept from, whoever woke first would take a burst as a whole. And what waits in
-    a group's queue stays there until somebody accepts it, also while its process is started anew.
+    The groups share the port (SO_REUSEPORT): the kernel distributes connections among them by a hash of the client's
+    address and port. If all processes accepted from one socket, the first to wake up would take all of a burst. And a
+    connection in a group's queue waits there until it is accepted, even while the group's process is restarted.
     """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         groups: list[list[socket.socket]] = [[] for _ in range(count)]
         for family, kind, protocol, _, address in dict.fromkeys(found):
             where = (address[0], port, *address[2:])
-            # Else another server that shares ports would share this one.
+            # Bound without sharing first: otherwise another server that shares ports could share this one.
             with _bound(family, kind, protocol, where, shares=False) as probe:
                 where = (address[0], probe.getsockname()[1], *address[2:])
             for group in groups:
@@ -145,7 +147,7 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...], *
 
 
 def check_port(host: str, port: int) -> None:
-    """ValueError if nothing can listen there now."""
+    """Raises ValueError if host and port cannot be listened at now."""
     for opened in open_sockets(host, port, 1)[0]:
         opened.close()
 

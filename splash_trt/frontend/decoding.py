@@ -1,4 +1,4 @@
-"""JSON bodies to the protocol's types; what is wrong becomes an ApiError that names the field."""
+"""Decodes JSON bodies into the protocol's types; mistakes become ApiErrors that name the field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _invalid(message: str) -> ApiError:
 
 
 def _fault_position(data: bytes, message: str) -> int:
-    """Byte at which decoding failed, as far as it is known."""
+    """The byte at which decoding failed; the end if it is not known."""
     at = _AT_BYTE.search(message)
     if at:
         return int(at[1])
@@ -52,6 +52,6 @@ def _fault_position(data: bytes, message: str) -> int:
 
 
 def _last_key_before(data: bytes, position: int) -> str | None:
-    """The field whose value holds `position`. Looks a little back only: a long prompt is not searched."""
+    """The last key before `position`, to name the field at fault. Searches only 4 KiB, since prompts may be long."""
     keys = _KEY.findall(data[max(0, position - 4096) : position])
     return keys[-1].decode(errors="replace")[:64] if keys else None

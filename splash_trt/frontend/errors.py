@@ -14,7 +14,7 @@ _TYPES = {
 }
 
 MAX_MESSAGE = 300
-"""Characters, of what may have the client's own words in it."""
+"""The most characters of a message, as it may quote what the client sent."""
 _MAX_END = 90
 
 
@@ -43,7 +43,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        """The middle of a long message is left out, unless the server is at fault."""
+        """The middle of a long message is cut out, unless the server is at fault."""
         if status < 500:
             message = shortened(message, most=MAX_MESSAGE, end=_MAX_END)
         super().__init__(message)
@@ -55,13 +55,13 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: ValueError) -> ApiError:
-        """From one worded "field: what is wrong", as the project's ValueErrors are."""
+        """From a ValueError of the form "field: what is wrong", as the project's are."""
         message = str(error)
         field, colon, _ = message.partition(":")
         return cls(message, param=field if colon and field.isidentifier() else None)
 
     def body(self) -> bytes:
-        """JSON."""
+        """The response's body, JSON."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, default)
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, kind, self.param, self.code)))
@@ -73,5 +73,5 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def engine_ended() -> ApiError:
-    """For requests that were under way when it did."""
+    """The error of requests that were under way when the engine ended."""
     return ApiError("the engine ended", status=500, code="engine_ended")

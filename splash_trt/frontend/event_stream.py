@@ -1,5 +1,5 @@
-"""One answer as server-sent events. A quiet stream says so now and then: proxies would end it, and a client that went
-away while it waits would not be noticed."""
+"""One answer as server-sent events. A stream with nothing to send sends comments now and then: otherwise proxies would
+close it, and it would not be noticed that the client has gone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.shapes import event
 
 QUIET_S = 15.0
-MAX_UNSENT = 1 << 16  # bytes; a client that far behind is waited for
+MAX_UNSENT = 1 << 16  # bytes; a client that is further behind is waited for
 COMMENT = b": nothing new\n\n"  # which every reader of events skips
 
 
 class EventStream:
-    """Use it as a context. All of it may raise ConnectionResetError: the client went away."""
+    """Use it as a context. All calls may raise ConnectionResetError if the client has gone."""
 
     def __init__(self, http: web.Request, headers: dict[str, str], quiet_s: float = QUIET_S) -> None:
         self._http = http
@@ -46,12 +46,12 @@ class EventStream:
 
     @property
     def takes_more(self) -> bool:
-        """`write_now` may be called: the client is there and has read most of what it was sent."""
+        """Whether `write_now` may be called: the client is there and has read most of what it was sent."""
         transport = self._http.transport
         return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() <= MAX_UNSENT
 
     def write_now(self, data: bytes) -> None:
-        """As `write`, at once. Ten times as fast as aiohttp's, by the same rules (RFC 9112, 7.1)."""
+        """Like `write`, without waiting. Formats chunks itself (RFC 9112, 7.1), ten times as fast as aiohttp."""
         transport = self._http.transport
         assert transport is not None, "takes_more was asked"
         self._is_quiet = False
@@ -59,7 +59,7 @@ class EventStream:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     async def end_with(self, error: ApiError) -> None:
-        """The status line is long gone: the error becomes the last event."""
+        """Sends the error as the last event, since the status line was sent before."""
         with suppress(ConnectionResetError):  # nobody is left to tell
             await self.response.write(event(error.body()))
 

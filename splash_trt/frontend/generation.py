@@ -1,4 +1,4 @@
-"""One HTTP request in the engine: its prompts go in, their answers grow, what is left over is cancelled."""
+"""One HTTP request's part of the engine: submits its prompts, collects their answers, and cancels what is left over."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SendNow = Callable[[list[int]], bool]
 
 
 class Generation:
-    """One engine request for each answer. Call `close` when done with it, whatever happened.
+    """One engine request for each answer. Whoever makes it has to call `close`, whatever happens.
 
     num_choices: so many requests in a row have the same prompt.
 
-    Answers grow as soon as something comes. The task in `run` is woken to tell of it, unless who runs it can do so at
-    once: a task's turn costs as much as all the rest that a token takes.
+    Answers grow as soon as tokens come. What is new is passed to `send_now` at once if possible; only otherwise is the
+    task in `run` woken, since waking a task costs as much as all other work for a token.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Generation:
         ]
         self._open = set(range(len(requests)))
         self._grown: dict[int, None] = {}
-        """Answers with news that have not been told, in order."""
+        """Answers with news that have not been passed on, in order (a dict as an ordered set)."""
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._send_now: SendNow | None = None
@@ -51,15 +51,15 @@ class Generation:
         self.answers = answers
 
     def submit(self) -> None:
-        """ApiError if there is no engine."""
+        """Sends the requests to the engine. Raises ApiError if there is none."""
         for index, request in enumerate(self._requests):
             self._engine.submit(request, self, index)
 
     async def run(self, send_now: SendNow | None = None) -> AsyncIterator[list[int]]:
-        """Yields the indices of the answers that grew, until all are complete. ApiError if the engine fails.
+        """Yields the indices of the answers that grew, until all are complete. Raises ApiError if the engine fails.
 
-        send_now: is given these indices as soon as there are any; true: it has told of them, false: they are for who
-        iterates here. It is not called while that one is busy with what it was given last.
+        send_now: called with these indices as soon as there are any, and returns whether it has sent the news; if not,
+        they are yielded here. It is not called while the caller works on what was yielded last.
         """
         while self._open or self._grown or self._error is not None:
             if not self._grown and self._error is None:
@@ -77,7 +77,7 @@ class Generation:
                 raise self._error
 
     def put(self, index: int, delta: TokenDelta) -> None:
-        """More of answer `index` from the engine. `flush` follows."""
+        """Takes more of answer `index` from the engine; a call of `flush` has to follow."""
         if index not in self._open:
             return
         if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
@@ -97,15 +97,15 @@ class Generation:
         self._grown[index] = None
         if answer.finish is not None:
             self._open.discard(index)
-            self._engine.cancel(self._requests[index].id)  # a stop string, of which the engine knows nothing
+            self._engine.cancel(self._requests[index].id)  # it may go on: the engine does not know stop strings
             meter.end(answer.finish)
 
     def fail(self, error: ApiError) -> None:
-        """`run` raises it once everything that came before is told. `flush` follows."""
+        """Makes `run` raise the error when what came before is passed on; a call of `flush` has to follow."""
         self._error = self._error or error
 
     def flush(self) -> None:
-        """What was put is told of."""
+        """Passes on what was put: by send_now, or by waking `run`."""
         if self._waiter is None or self._waiter.done():
             return
         try:
@@ -117,16 +117,16 @@ class Generation:
             self._waiter.set_result(None)
 
     def _fail_by(self, what: str) -> None:
-        """A bug of ours, which must not end the others' requests."""
+        """Fails this request because of a bug, which must not end other requests."""
         log.exception("%s: %s", self._requests[0].id, what)
         self.fail(ApiError("the server failed; its log says why", status=500))
 
     def counts(self) -> Usage:
-        """Tokens so far; a prompt counts once, whatever n is."""
+        """Tokens so far; a prompt with n answers counts once."""
         return Usage.of(self._num_prompt, sum(answer.num_tokens for answer in self.answers))
 
     def close(self, reason: str = "cancelled") -> None:
-        """Cancels what is not complete: the client went away, or something failed. reason: for the metrics."""
+        """Cancels the requests that are not complete. reason: for the metrics."""
         for index in self._open:
             self._engine.cancel(self._requests[index].id)
             self._meters[index].end(reason)

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions: from a body to requests in the engine, and their answers back."""
+"""POST /v1/completions and /v1/chat/completions: makes engine requests of a body, and a response of their answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class GenerationRoutes:
         router.add_post("/v1/chat/completions", self._chat)
 
     async def local_completion(self, data: bytes, request_id: str) -> LocalCompletion:
-        """For local clients: the body of a completion with one prompt. ApiError says why it is refused."""
+        """The completion that a local client asks for. data: a body of /v1/completions with one prompt. Raises ApiError
+        if it is refused."""
         body = decode(data, CompletionBody)
         ready = self._check(body)
         prompts = await self._serving.encode(body.prompts(), ready.max_context)
@@ -81,7 +82,7 @@ class GenerationRoutes:
         return await self._answer(http, body, generation, self._shape(ChatShape, body, response_id))
 
     def _check(self, body: GenerationBody) -> Ready:
-        """What can be refused before the prompt is encoded."""
+        """Refuses, before the prompt is tokenized, what can be refused by then."""
         ready = self._serving.ready_to_generate(body.model)
         body.check()
         if body.stops:
@@ -90,7 +91,7 @@ class GenerationRoutes:
         return ready
 
     async def _chat_prompt(self, body: ChatBody, form: Form | None, ready: Ready) -> tuple[str, Prompt]:
-        """As text and as token ids."""
+        """The chat's prompt, as text and as token ids."""
         tokenizer = self._serving.need_tokenizer("messages")
         tools = None if body.tool_choice == "none" else body.tools
 
@@ -102,7 +103,7 @@ class GenerationRoutes:
             text = text if form is None else closed(text)
             return text, tuple(tokenizer.encode_chat(text, ready.max_context))
 
-        # A template may take long over few words, but what it takes long over is most often a long text.
+        # Rendering takes long mostly for long texts, so only these are moved off the event loop.
         return await self._serving.background.run(encode) if _num_characters(body) > LONG_TEXT else encode()
 
     def _requests(
@@ -114,7 +115,7 @@ class GenerationRoutes:
         ready: Ready,
         default_max_tokens: int | None,
     ) -> list[Request]:
-        """Of each prompt in turn its n choices."""
+        """The engine's requests: for each prompt in turn, those of its n choices."""
         self._serving.check_count(len(prompts), body.num_choices)
         requests = []
         for number, prompt in enumerate(prompts):
@@ -136,7 +137,7 @@ class GenerationRoutes:
         return new
 
     def _chat_answer(self, body: ChatBody, form: Form | None, text: str) -> NewAnswer:
-        """text: the prompt's."""
+        """Makes the answers to a chat. text: the prompt's."""
         max_calls = 1 if body.parallel_tool_calls is False else None
 
         def new(prompt: Prompt) -> Answer:
@@ -179,7 +180,7 @@ class GenerationRoutes:
         wanted = Wanted(
             logprobs=body.num_logprobs(),
             prompt_logprobs=body.prompt_logprobs,
-            # Without text they are all there is to tell.
+            # Without text, token ids are the answer.
             token_ids=bool(body.return_token_ids) or tokenizer is None,
             usage_at_end=options is not None and options.include_usage,
             usage_always=options is not None and options.continuous_usage_stats,
@@ -193,7 +194,7 @@ class GenerationRoutes:
         )
 
     def _generation(self, requests: list[Request], num_choices: int, new_answer: NewAnswer) -> Generation:
-        """To be submitted at once, as there is room for it now."""
+        """Has to be submitted at once: it has been checked that there is room for it now."""
         self._serving.check_room(len(requests))
         answers = [new_answer(request.prompt) for request in requests]
         return Generation(self._serving.engine, self._serving.metrics, requests, answers, num_choices)
@@ -263,7 +264,7 @@ def _scanner(body: GenerationBody) -> StopScanner:
 
 
 def _num_characters(body: ChatBody) -> int:
-    """About how long the prompt will be."""
+    """Roughly the length of the chat's text; tools count as LONG_TEXT each."""
     of_messages = sum(
         len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
         for content in (message.content for message in body.messages)

@@ -1,4 +1,4 @@
-"""Grammars are compiled here before the engine is asked, so that it never sees one that does not compile."""
+"""Compiles grammars in the frontend first, so that the engine never gets one that does not compile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splash_trt.runtime.grammar import GrammarCompiler
 
 
 class Grammars:
-    """folder: holds tokenizer.json."""
+    """Checks grammars. folder: with tokenizer.json."""
 
     def __init__(self, folder: Path, background: BackgroundThreads) -> None:
         self._folder = folder
@@ -21,7 +21,7 @@ class Grammars:
         self._made_for: tuple[object, ...] = ()
 
     async def check(self, form: Form, ready: Ready) -> None:
-        """ApiError, naming the field, for a grammar that does not compile or that nothing matches."""
+        """Raises ApiError, naming the field, for a grammar that does not compile or that nothing can match."""
 
         def check() -> None:
             self._compiler_for(ready).check(form.grammar)
@@ -33,7 +33,7 @@ class Grammars:
             raise ApiError(f"{form.field}: {what}", param=form.field) from None
 
     def _compiler_for(self, ready: Ready) -> GrammarCompiler:
-        """Made at its first use: a large vocabulary takes a second, and most servers never need it."""
+        """The compiler, made at its first use: that takes a second for a large vocabulary, and few servers need it."""
         wanted = (ready.vocab_size, ready.eos_token_ids)
         if self._compiler is None or self._made_for != wanted:
             self._compiler, self._made_for = GrammarCompiler(self._folder, *wanted), wanted

@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-LAST_WORDS_S = 1.0  # for handlers to tell their clients how it ended
+LAST_WORDS_S = 1.0  # in which handlers tell their clients how it ended
 LIFELINE_GRACE_S = 0.8
 ENGINE_FOUND_S = 2.0
-ENDING = b"e"  # to who holds the lifeline: a signal asks for the end
+ENDING = b"e"  # sent over the lifeline when a signal asks for the end
 
 
 class Ending:
@@ -59,7 +59,7 @@ class Ending:
         self.why = ""
         self.code = 0
         self.told: Callable[[], None] = lambda: None
-        """Called once, when it is known."""
+        """Called once, when `why` and `code` are set."""
 
     def ask(self, why: str, code: int) -> None:
         if not self._event.is_set():
@@ -76,9 +76,9 @@ class Ending:
 
 
 async def run(options: Options) -> int:
-    """Serves until something ends it; the exit code, 0 only after SIGTERM or SIGINT. Cancelling it ends it at once.
+    """Serves until something ends it, or it is cancelled; returns the exit code, 0 only after SIGTERM or SIGINT.
 
-    Must run in the main thread, which is the one that signals reach. ValueError: an option that cannot be used.
+    Must run in the main thread, which handles signals. Raises ValueError for an option that cannot be used.
     """
     spans = Spans()
     if options.otlp_endpoint is not None:
@@ -99,11 +99,11 @@ async def run(options: Options) -> int:
     loop = asyncio.get_running_loop()
     if options.lifeline is not None:
         _watch_lifeline(options, options.lifeline, loop, ending)
-    # handler_cancellation: a client that goes away takes its handler along, which cancels its requests.
+    # handler_cancellation: when a client goes away its handler is cancelled, which cancels its requests.
     application = frontend.application()
     application.middlewares[:0] = spans.middlewares
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S)
-    # It would log a traceback for each client that speaks no HTTP; what fails in a handler is logged there.
+    # It would log a traceback for each client that does not speak HTTP; our handlers log their own failures.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     await runner.setup()
     engine.start()
@@ -134,7 +134,7 @@ async def run(options: Options) -> int:
 
 
 def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serving:
-    """ValueError for a folder that cannot be used."""
+    """What the routes share, as the options say. Raises ValueError for a tokenizer's folder that cannot be used."""
     tokenizer = None if options.tokenizer is None else Tokenizer(Path(options.tokenizer))
     background = BackgroundThreads()
     knows = (lambda text: False) if tokenizer is None else tokenizer.knows
@@ -157,7 +157,7 @@ def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serv
 
 
 def load_defaults(options: Options) -> Defaults:
-    """ValueError for a generation_config.json that cannot be used."""
+    """The defaults of sampling parameters. Raises ValueError for a generation_config.json that cannot be used."""
     if options.tokenizer is None or options.generation_config == "none":
         return Defaults()
     return Defaults.load(Path(options.tokenizer) / "generation_config.json")
@@ -166,7 +166,7 @@ def load_defaults(options: Options) -> Defaults:
 async def _listen(runner: web.AppRunner, options: Options, engine: EngineClient) -> list[asyncio.Server]:
     member = options.member
     if member is not None:
-        if member.again:  # who has come already is better off waiting than refused
+        if member.again:  # connections are queued already: better to let them wait for the engine than refuse them
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(engine.found.wait(), ENGINE_FOUND_S)
         servers = [await listen(runner, opened=socket.socket(fileno=number)) for number in member.sockets]
@@ -182,12 +182,12 @@ async def _listen(runner: web.AppRunner, options: Options, engine: EngineClient)
 async def _announce(engine: EngineClient, servers: list[asyncio.Server], options: Options) -> None:
     await engine.found.wait()
     gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it again and again would hold up all streams
+    gc.freeze()  # what is loaded stays for good: collections that scan it would hold up all streams
     log.info("listening on http://%s:%d for %s", *servers[0].sockets[0].getsockname()[:2], options.model_name)
 
 
 async def _publish(serving: Serving) -> None:
-    """What is counted here, for the other frontends to answer with."""
+    """Publishes this frontend's metrics every PUBLISH_S, for the other frontends to include."""
     while True:
         await serving.background.run(serving.metrics.publish)
         await asyncio.sleep(PUBLISH_S)
@@ -200,9 +200,9 @@ async def _serve(
     engine: EngineClient,
     ending: Ending,
 ) -> int:
-    """From the first request to the last; how it ended, as an exit code.
+    """Waits for the end, and for requests to finish; returns the exit code.
 
-    The port stays open until the end: whoever comes late is told to try elsewhere instead of finding nobody.
+    The port stays open until the end, so that late clients get a 503 instead of no connection.
     """
     asked, lost = asyncio.create_task(ending.wait()), asyncio.create_task(engine.lost.wait())
     links = [*engine.tasks, *(clients.tasks if clients is not None else ())]
@@ -238,7 +238,8 @@ async def _serve(
 async def _until_idle(
     busy: Callable[[], bool], ending: Ending, deadline_s: float, engine: EngineClient | None = None
 ) -> None:
-    """Waits for the generations under way; a second signal, or the engine's end, cuts it short."""
+    """Waits for the generations under way, for deadline_s at most; a second signal, or the engine's end, cuts it short.
+    """
     end = time.monotonic() + deadline_s
     while busy() and time.monotonic() < end and ending.signals < 2:
         if engine is not None and engine.lost.is_set():
@@ -247,14 +248,15 @@ async def _until_idle(
 
 
 def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, ending: Ending) -> None:
-    """A thread, so that it works also while the event loop is busy. But it is the loop that sends back what comes."""
+    """Ends the process when the lifeline's other end closes. That is noticed by a thread, even if the event loop is
+    busy. What comes over a two-way lifeline is sent back by the event loop, to show that the loop is alive."""
     try:
         both_ways = stat.S_ISSOCK(os.fstat(fd).st_mode)
     except OSError as error:
         raise ValueError(f"lifeline: {fd} is not an open file descriptor: {error.strerror}") from None
 
     def say(data: bytes) -> None:
-        with suppress(OSError):  # it has ended, which the thread notices
+        with suppress(OSError):  # the other end has closed, which the thread notices
             os.write(fd, data)
 
     def wait() -> None:
@@ -274,13 +276,13 @@ def _watch_lifeline(options: Options, fd: int, loop: asyncio.AbstractEventLoop, 
 
 
 def _remove_sockets(options: Options) -> None:
-    """What the process at the lifeline's other end would have removed, had it not been killed."""
+    """Removes what the process at the lifeline's other end would have removed if it had not been killed."""
     if options.own_socket and options.lifeline is not None and _has_ended(options.lifeline):
         remove_sockets(Path(options.engine.removeprefix("ipc://")).parent)
 
 
 def _has_ended(lifeline: int) -> bool:
-    with socket.socket(fileno=os.dup(lifeline)) as line, suppress(OSError):  # BlockingIOError: it is there
+    with socket.socket(fileno=os.dup(lifeline)) as line, suppress(OSError):  # BlockingIOError: it is alive
         return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     return False
 

@@ -1,4 +1,4 @@
-"""What a frontend is told of the others that serve the same engine."""
+"""What a frontend knows about the other frontends that serve the same engine."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import msgspec
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the frontends that serve one engine on one port, as the process that started them tells it."""
+    """One of the frontends that serve one engine on one port; told by the process that starts them."""
 
     number: int
     count: int
     sockets: tuple[int, ...]
     """File descriptors that it accepts connections from."""
     folder: str
-    """Where they leave their counts for each other."""
+    """The folder through which they share their metrics."""
     run: str
-    """The same for all of them, and another one for each run."""
+    """An id of the run: the same for all of its frontends, another one for each run."""
     began_s: float
     """When the run began, by the monotonic clock."""
     again: bool
-    """It takes another's place, whose clients wait."""
+    """Whether it replaces one that died, in whose sockets' queues clients may wait."""
 
     @property
     def name(self) -> str:
@@ -27,5 +27,5 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def member_name(number: int, count: int) -> str:
-    """In logs and metrics."""
+    """The frontend's name in logs."""
     return "frontend" if count == 1 else f"frontend {number}"

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: counters and histograms kept here, gauges read from the engine's last status."""
+"""The metrics for Prometheus: counters and histograms are kept here, gauges are read from the engine's last status."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _TOKENS = tuple(1 << shift for shift in range(18))
 
 
 class Metrics:
-    """What a frontend counts, and other systems' names for the same. Tells `spans` what it is told.
+    """A frontend's metrics, under our names and those of other systems. Events that concern spans go to `spans` too.
 
-    member: the frontend is one of several that count together.
+    member: given if the frontend is one of several, whose metrics are added up.
     """
 
     def __init__(self, model_name: str = "", spans: Spans | None = None, member: Member | None = None) -> None:
@@ -86,23 +86,23 @@ class Metrics:
         self._output_length = histogram("request_output_tokens", "Output tokens of a complete request", _TOKENS)
 
     def watch(self, status: Callable[[], Status | None], ready: Callable[[], Ready | None] = lambda: None) -> None:
-        """Gauges are read from there when they are asked for."""
+        """Gives the functions from which gauges are read when they are scraped."""
         self._registries.state.register(StatusCollector(status, ready))
 
     def publish(self) -> None:
-        """Leaves for the other frontends what has been counted. May be called in a thread of its own."""
+        """Publishes what has been counted, for the other frontends. May be called in another thread."""
         self._shared.publish()
 
     def text(self) -> bytes:
-        """In Prometheus's text format. May be called in a thread of its own."""
+        """All metrics in Prometheus's text format. May be called in another thread."""
         return generate_latest(self._registry) + generate_latest(self._compat)
 
     def switches(self) -> list[dict[str, object]]:
-        """Records, newest first."""
+        """Records of the latest switches, newest first."""
         return self._switches.records()
 
     def on_restart(self) -> None:
-        """Another engine answers. It reports what happens from now on, so nothing is counted twice."""
+        """A new engine answers. It reports only what happens from now on, so nothing is counted twice."""
         self._switches.on_restart()
         self._restarts.inc()
 
@@ -127,12 +127,12 @@ class Metrics:
         self._responses.labels(path, str(code)).inc()
 
     def request(self, num_prompt: int, same_prompt: bool = False) -> RequestMeter:
-        """For a request that begins now. same_prompt: it is another answer to the prompt of the one before it."""
+        """The meter of a request that begins now. same_prompt: it is another answer to the previous one's prompt."""
         return RequestMeter(self, num_prompt, same_prompt)
 
 
 class RequestMeter:
-    """Measures one request, from its making to `end`."""
+    """Measures one request, from now until `end`."""
 
     def __init__(self, metrics: Metrics, num_prompt: int, same_prompt: bool) -> None:
         self._metrics = metrics
@@ -146,7 +146,7 @@ class RequestMeter:
         self._last = 0.0
 
     def tokens(self, count: int, queued_s: float | None = None) -> bool:
-        """So many more came now; true if the first is among them. queued_s: TokenDelta's."""
+        """`count` more tokens came now; returns whether the first is among them. queued_s: as in TokenDelta."""
         if count == 0:
             return False
         metrics, now = self._metrics, time.monotonic()
@@ -154,7 +154,7 @@ class RequestMeter:
         metrics._rate.add(count)
         self._num_tokens += count
         if self._first is not None:
-            # Those that come together share the time since the last ones.
+            # Tokens that come together share the time since the previous ones.
             metrics._inter_token_s.observe((now - self._last) / count, count)
             self._last = now
             return False
@@ -169,7 +169,7 @@ class RequestMeter:
         return True
 
     def end(self, reason: str) -> None:
-        """The request ended: "stop", "length", "cancelled", "error". Call it once."""
+        """The request has ended. reason: "stop", "length", "cancelled" or "error". Call it once."""
         metrics, now = self._metrics, time.monotonic()
         metrics._requests.labels(reason).inc()
         self._span.answered(self._num_own_prompt, self._num_tokens, reason)
@@ -178,7 +178,7 @@ class RequestMeter:
         metrics._request_s.observe(now - self._began)
         metrics._prompt_length.observe(self._num_prompt)
         metrics._output_length.observe(self._num_tokens)
-        if self._first is None:  # only its prompt was asked for
+        if self._first is None:  # it asked only for its prompt (echo)
             metrics._prompt_tokens.inc(self._num_own_prompt)
             return
         metrics._decode_s.observe(now - self._first)
@@ -189,7 +189,7 @@ class RequestMeter:
 
 
 class StatusCollector(Collector):
-    """Gauges of how things stand. Before the first status there are none."""
+    """Gauges of the engine's present state. Before its first status there are none."""
 
     def __init__(self, status: Callable[[], Status | None], ready: Callable[[], Ready | None] = lambda: None) -> None:
         self._status = status
@@ -219,7 +219,7 @@ def _requests(status: Status) -> Iterator[GaugeMetricFamily]:
 
 
 def _cache(status: Status) -> Iterator[GaugeMetricFamily]:
-    """By rank and over all ranks. Where requests are replicated, a token is held on every rank and counts on each."""
+    """The cache by rank and over all ranks. A token that is replicated on all ranks counts on each of them."""
     used, total = status.used_tokens, status.total_tokens
     free = tuple(most - some for most, some in zip(total, used, strict=True))
     for name, values, what in (

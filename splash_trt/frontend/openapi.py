@@ -32,7 +32,7 @@ REF = "#/components/schemas/{name}"
 KEY = "apiKey"
 
 ASKING = (400, 404, 413, 415, 503)
-"""What any body can be refused with."""
+"""Statuses with which any body can be refused."""
 GENERATING = (*ASKING, 429, 500)
 REASONS = {
     400: "A field is wrong: the error's param names it",
@@ -49,7 +49,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Route:
-    """answer: its type, or the content type of what is not JSON. stream: the type of a stream's events."""
+    """One route. answer: the type of its JSON answer, or else a content type. stream: the type of a stream's events."""
 
     method: str
     path: str
@@ -60,7 +60,7 @@ class Route:
     errors: tuple[int, ...] = ()
     parameters: tuple[dict[str, Any], ...] = ()
     unready: Any = None
-    """The type of a 503's body where it is no error."""
+    """The type of a 503's body if that is not an error's."""
 
 
 def _query(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ ROUTES = (
 
 
 class OpenApiRoutes:
-    """open_paths: those that need no key, where there is one."""
+    """has_key: the server has an API key, which all paths but open_paths need."""
 
     def __init__(self, *, has_key: bool, open_paths: Iterable[str]) -> None:
         self._document = document(open_paths if has_key else None)
@@ -111,7 +111,7 @@ class OpenApiRoutes:
 
 
 def document(open_paths: Iterable[str] | None) -> dict[str, Any]:
-    """open_paths None: none needs a key."""
+    """The OpenAPI document. open_paths: those that need no key; None: no path needs one."""
     kinds: dict[type, None] = {ErrorBody: None}
     for route in ROUTES:
         for kind in (route.answer, route.body, route.stream, route.unready):
@@ -150,7 +150,7 @@ def _answer(route: Route) -> dict[str, Any]:
         return {"description": route.summary, "content": {route.answer: {"schema": {"type": "string"}}}}
     content = _json(route.answer)
     if route.stream is not None:
-        # OpenAPI 3.1 has no word for the events of a stream.
+        # OpenAPI 3.1 cannot describe the events of a stream.
         about = "Server-sent events: the data of each is the object of x-event-schema, and the last one's is [DONE]"
         content["text/event-stream"] = {"schema": {"description": about}, "x-event-schema": _ref(route.stream)}
     return {"description": route.summary, "content": content}

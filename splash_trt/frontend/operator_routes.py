@@ -1,4 +1,4 @@
-"""What operators ask: models, layout and why, switches, health, metrics, versions."""
+"""Routes for operators: models, the layout and the reasons for it, switches, health, metrics, version."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from splash_trt.link import Status
 from splash_trt.version import __version__
 from splash_trt.wording import rounded
 
-LAYOUT_REPLY_S = 60.0  # a step may be long, and the engine reads between steps
-EXPLAIN_REPLY_S = 8.0  # below what clients wait, `splash-trt top` among them
+LAYOUT_REPLY_S = 60.0  # the engine answers between steps, which may be long
+EXPLAIN_REPLY_S = 8.0  # less than clients wait, such as `splash-trt top`
 JSON = "application/json"
 YES, NO = ("1", "true"), ("0", "false")
 
@@ -127,7 +127,7 @@ class OperatorRoutes:
         if explains:
             try:
                 explain = rounded((await asyncio.wait_for(engine.explain(), EXPLAIN_REPLY_S)).report)
-            except asyncio.TimeoutError:  # steps are long when there is much to do, and the rest is known all the same
+            except asyncio.TimeoutError:  # steps may be long under load; the other fields are known all the same
                 explain, explain_error = None, _silent(EXPLAIN_REPLY_S)
         return json_response(
             LayoutAnswer(
@@ -172,7 +172,7 @@ class OperatorRoutes:
         return json_response(Readiness(reason is None, reason), 200 if reason is None else 503)
 
     async def _metrics_text(self, http: web.Request) -> web.Response:
-        # Thousands of lines, once there have been switches of many kinds: beside the event loop.
+        # Off the event loop, since there may be thousands of lines after switches of many kinds.
         text = await self._serving.background.run(self._serving.metrics.text)
         return web.Response(body=text, headers={"Content-Type": metrics_module.CONTENT_TYPE})
 
@@ -181,7 +181,7 @@ class OperatorRoutes:
 
 
 def _need_json(http: web.Request) -> None:
-    """ApiError (415) for another Content-Type: a browser lets any website's page send those here without asking us."""
+    """Raises ApiError (415) unless Content-Type is JSON: a browser lets any website send others here unasked."""
     if http.content_type != JSON:
         message = f"Content-Type: {http.content_type[:100]!r} is not allowed here; it must be {JSON}"
         raise ApiError(message, status=415, param="Content-Type", code="unsupported_media_type")

@@ -1,4 +1,4 @@
-"""What the frontend can be told: the settings that `splash-trt serve` has too, with one table of flags for both."""
+"""The frontend's options. Those that `splash-trt serve` has too are HttpSettings; one table of flags serves both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Wrong values raise ValueError naming the field."""
+    """The options that `splash-trt serve` passes on. Wrong values raise ValueError naming the field."""
 
     frontends: int = 1
     """Processes that share the port."""
@@ -34,16 +34,16 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     ready_deadline_s: float = 30.0
     """Not ready when there is work and no step completes for so long."""
     shutdown_deadline_s: float = 10.0
-    """For requests under way to finish in when a signal comes; then they are cancelled."""
+    """How long requests under way may take to finish after a signal; then they are cancelled."""
     api_key: str | None = None
     """What clients must send as a bearer token; None: nothing."""
     api_key_file: str | None = None
-    """Its first line is the key: a command line can be read by everybody on the machine."""
+    """A file whose first line is the key. (Everybody on the machine can read a command line.)"""
     api_key_for_metrics: bool = False
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"
-    """"auto": where a request says nothing, the checkpoint's generation_config.json does."""
+    """"auto": generation_config.json in the checkpoint has the defaults of sampling parameters; "none": ignore it."""
 
     def __post_init__(self) -> None:
         for field in ("frontends", "max_queued", "max_body_bytes"):
@@ -65,7 +65,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
             _check_key("api_key", self.api_key)
 
     def key(self) -> str | None:
-        """The API key; None: everybody is served. ValueError if its file has none."""
+        """The API key; None: no key is needed. Raises ValueError if its file has none."""
         if self.api_key_file is None:
             return self.api_key
         try:
@@ -78,12 +78,12 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Options(HttpSettings, frozen=True, kw_only=True):
-    """All that the frontend's process is started with."""
+    """All options of a frontend's process."""
 
     engine: str
     """Where rank 0 listens: ipc:///path/of/socket."""
     model_name: str
-    """As clients name it."""
+    """The model's name for clients."""
     tokenizer: str | None = None
     """Folder with tokenizer.json; None: token ids only."""
     host: str = "127.0.0.1"
@@ -92,18 +92,18 @@ class Options(HttpSettings, frozen=True, kw_only=True):
     client_endpoint: str | None = None
     """Where local clients (Triton's model) are served: ipc:///path or tcp://127.0.0.1:PORT; None: nowhere."""
     otlp_endpoint: str | None = None
-    """Where a span of each request goes: an OTLP collector's URL; None: nowhere."""
+    """The URL of an OTLP collector to which a span of each request is sent; None: nowhere."""
     log_format: str = "text"
     log_level: str = "info"
     lifeline: int | None = None
-    """File descriptor of a pipe's reading end or of a socket; this process ends when the other end closes. Over a
-    socket, what is sent is sent back by the event loop, and an ENDING when a signal asks for the end."""
+    """File descriptor of a pipe's reading end or of a socket; this process ends when the other end closes. What comes
+    over a socket is sent back by the event loop, and ENDING (main.py) is sent when a signal asks for the end."""
     member: Member | None = None
-    """None: it is alone, and opens host and port itself."""
+    """None: there is only this frontend, which listens at host and port itself."""
     end_engine: bool = True
-    """Tell the engine to end when a signal ends this process."""
+    """Whether to tell the engine to end when a signal ends this process."""
     own_socket: bool = False
-    """Remove the engine's socket and its folder if the process at the lifeline's other end could not."""
+    """Whether to remove the engine's socket and its folder if the process at the lifeline's other end could not."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,7 +124,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting on a command line."""
+    """A field of HttpSettings as a command-line option."""
 
     field: str
     help: str
@@ -163,7 +163,7 @@ FLAGS = (
 
 
 def http_options(command: Command) -> Command:
-    """Gives a click command the flags, as arguments named like HttpSettings' fields."""
+    """Adds FLAGS to a click command, as arguments named like HttpSettings' fields."""
     for flag in reversed(FLAGS):
         kinds: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar}
         if flag.is_switch:
@@ -179,12 +179,12 @@ def http_options(command: Command) -> Command:
 
 
 def take_settings(fields: dict[str, Any]) -> HttpSettings:
-    """Takes the settings out of a command's arguments. ValueError as HttpSettings."""
+    """Removes the settings from a command's arguments, and returns them. Raises ValueError as HttpSettings does."""
     return HttpSettings(**{flag.field: fields.pop(flag.field) for flag in FLAGS})
 
 
 def as_flags(settings: HttpSettings) -> list[str]:
-    """The command line that says the same."""
+    """The settings as command-line arguments."""
     flags: list[str] = []
     for flag in FLAGS:
         value = getattr(settings, flag.field)

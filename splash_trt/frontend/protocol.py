@@ -1,6 +1,6 @@
-"""What clients send, as OpenAI's API and vLLM's extensions of it name it. null is as good as leaving a field out.
+"""The bodies that clients send: OpenAI's API with vLLM's extensions of it. null means the same as leaving a field out.
 
-The types say what is allowed wherever that depends on nothing else; /openapi.json is made from them.
+The types say what is allowed, as far as that does not depend on anything else; /openapi.json is made from them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class GenerationBody(Part, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def check(self) -> None:
-        """ApiError for fields that do not go together."""
+        """Raises ApiError for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options: allowed with stream true only", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:

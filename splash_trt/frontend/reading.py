@@ -37,13 +37,13 @@ def choose_reasoning_parser(asked: str, knows: Knows) -> str:
 
 
 def markers(tool_parser: str, reasoning_parser: str) -> tuple[str, ...]:
-    """Tags that have to be in the text for its readers, even where they are special tokens, which have no text."""
+    """The tags that readers look for, which have to be in the text even if they are special tokens."""
     of_tools = {"deepseek_v3": deepseek.MARKERS, "glm": glm.MARKERS}.get(tool_parser, ())
     return (*of_tools, *(reasoning.MARKERS if reasoning_parser == "think" else ()))
 
 
 def call_reader(tool_parser: str, functions: dict[str, dict[str, Any] | None]) -> Reader:
-    """functions: name -> JSON Schema of its parameters."""
+    """A reader of tool calls. functions: {name: JSON Schema of its parameters}."""
     if tool_parser == "deepseek_v3":
         return DeepSeekReader()
     assert tool_parser == "glm", tool_parser
@@ -52,7 +52,7 @@ def call_reader(tool_parser: str, functions: dict[str, dict[str, Any] | None]) -
 
 
 class MessageReader:
-    """First the reasoning is split off, then calls are looked for in the rest. None: not asked for."""
+    """Splits off the reasoning first, and then looks for calls in the rest. None: do not."""
 
     def __init__(self, thoughts: ReasoningReader | None, calls: Reader | None) -> None:
         self._thoughts = thoughts

@@ -9,28 +9,28 @@ MARKERS = (OPEN, CLOSE)
 
 
 def opens_thinking(prompt: str) -> bool:
-    """A rendered chat ends with the tag, so that the answer begins in the middle of the thoughts."""
+    """Whether a rendered chat ends with the opening tag, so that the answer begins inside the thoughts."""
     return prompt.rstrip().endswith(OPEN)
 
 
 def closed(prompt: str) -> str:
-    """The prompt with thoughts that are over: for answers that have to be of a certain form from their first token."""
+    """The prompt with closed thoughts, for answers that must have a certain form from their first token on."""
     return prompt + CLOSE if opens_thinking(prompt) else prompt
 
 
 class ReasoningReader:
-    """White space around the thoughts belongs to neither part. Without a tag the whole answer is content.
+    """Splits thoughts from content. White space around the thoughts is in neither; without tags, all is content.
 
-    Some templates write the opening tag into the prompt, some models write it themselves, first of all.
+    Some templates write the opening tag into the prompt; some models write it themselves, first of all.
     """
 
     def __init__(self, inside: bool) -> None:
-        """inside: the prompt ends with the opening tag."""
+        """inside: whether the prompt ends with the opening tag."""
         self._cutter = Cutter()
         self._thoughts = Trimmer()
         self._inside = inside
         self._may_open = not inside
-        self._start = ""  # white space before a tag that may yet come
+        self._start = ""  # white space before an opening tag that may still come
         self._content = Trimmer(start=False)
 
     def push(self, text: str) -> list[Event]:
@@ -62,7 +62,7 @@ class ReasoningReader:
         text, tag = self._cutter.until([OPEN])
         text = self._start + text
         self._start = ""
-        if text.strip():  # it began to speak
+        if text.strip():  # the answer begins with content
             self._may_open = False
             said = self._content.push(text + (tag or "") + self._cutter.rest())
             return [Content(said)] if said else []

@@ -1,4 +1,4 @@
-"""What is answered in OpenAI's two text APIs, whole and in chunks, as types; /openapi.json is made from them."""
+"""The types of answers in OpenAI's two text APIs, whole and in chunks; /openapi.json is made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checked body and a prompt to the Request that the engine is asked."""
+"""Makes the engine's Request of a checked body and a prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from splash_trt.link import Ready
 from splash_trt.request import Grammar, Request, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion; a chat may use the rest of the context."""
+"""For completions; a chat may use the rest of the context."""
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds where a request says nothing: the fields of generation_config.json that vLLM takes."""
+    """Defaults of a request's fields: those of generation_config.json that vLLM takes. None: not given there."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -30,7 +30,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, path: Path) -> Defaults:
-        """An absent file says nothing. ValueError where a value is of the wrong kind or range."""
+        """The defaults in a file; none without it. Raises ValueError for a value of the wrong type or range."""
         if not path.exists():
             return cls()
         try:
@@ -43,13 +43,13 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
         return defaults
 
     def sampling(self) -> dict[str, Any]:
-        """As fields of SamplingParams."""
+        """Those that are given, as fields of SamplingParams."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "max_new_tokens"}
         return {name: value for name, value in fields.items() if value is not None}
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """Each of n choices has a seed of its own; the first has the user's, so that n does not change it."""
+    """The seed of one of n choices. The first has the user's, so that its answer does not depend on n."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
@@ -57,14 +57,15 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 def max_tokens(body: GenerationBody, default: int | None, room: int) -> int:
-    """Output tokens at most. `room`: what the context leaves, which is also the default None. ApiError beyond it."""
+    """The most output tokens. room: what the context leaves, and the default if `default` is None. Raises ApiError if
+    the body asks for more than that."""
     for field in ("max_completion_tokens", "max_tokens"):
         value: int | None = getattr(body, field, None)
         if value is not None:
             if value > room:
                 message = f"{field}: {value} is not allowed; the context leaves room for {room} after this prompt"
                 raise ApiError(message, param=field)
-            return max(1, value)  # the engine knows no 0, which asks for the echo alone
+            return max(1, value)  # the engine does not take 0, which asks for the echoed prompt only
     return room if default is None else min(default, room)
 
 
@@ -76,7 +77,8 @@ def sampling_of(
     room: int,
     default_max_tokens: int | None,
 ) -> SamplingParams:
-    """room: tokens that the context leaves beside the prompt. ApiError if a value is out of its range."""
+    """The sampling parameters. room: tokens that the context leaves after the prompt. Raises ApiError if a value is out
+    of range."""
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -108,7 +110,7 @@ def sampling_of(
 
 
 def request_of(request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, ready: Ready) -> Request:
-    """ApiError if the model cannot take the prompt."""
+    """The engine's request. Raises ApiError if the model cannot take the prompt."""
     try:
         request = Request(id=request_id, prompt=prompt, sampling=sampling)
         request.check(ready.vocab_size, ready.max_context)
@@ -122,7 +124,7 @@ def _echoes(body: GenerationBody) -> bool:
 
 
 def _top_k(top_k: int | None, vocab_size: int) -> int | None:
-    # A number above the vocabulary's size means the same as "off", and larger ones fit no message to the engine.
+    # A number from the vocabulary's size on means "off", as 0 does; large ones do not fit the messages to the engine.
     return top_k if top_k is None or 0 <= top_k < vocab_size else 0
 
 

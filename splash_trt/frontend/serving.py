@@ -1,4 +1,4 @@
-"""What every route has: the engine, the tokenizer, the limits, and the first checks of a request."""
+"""What routes share: the engine, the tokenizer, the limits, and the first checks of a request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from splash_trt.frontend.structured import Form
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.link import Ready
 
-LONG_TEXT = 2000  # characters; more than that is tokenised beside the event loop
+LONG_TEXT = 2000  # characters; longer texts are tokenized off the event loop
 RETRY_AFTER_S = 1
 ENCODINGS = ("identity", "gzip", "deflate", "br", "zstd")
-"""Of bodies; the last two where Python has what it takes."""
+"""Content-Encodings of bodies; the last two need packages that Python may not have."""
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(kw_only=True)
 class Serving:
-    """One model served. tokenizer None: prompts are token ids, and answers too."""
+    """What serves one model. tokenizer None: prompts and answers are token ids."""
 
     engine: EngineClient
     metrics: Metrics
@@ -55,10 +55,10 @@ class Serving:
     num_streams: int = 0
     """Generations under way."""
     draining: bool = False
-    """New work is refused, what is under way goes on."""
+    """Whether new work is refused, while what is under way goes on."""
 
     async def body(self, http: web.Request, kind: type[Body]) -> Body:
-        """ApiError (4xx) for what is no such body."""
+        """The request's body. Raises ApiError (4xx) if it is not of this type, too long or in an unknown encoding."""
         most = self.limits.max_body_bytes
         encoding = http.headers.get("Content-Encoding", "").strip().lower() or "identity"
         if encoding not in ENCODINGS:
@@ -76,13 +76,13 @@ class Serving:
         return decode(data, kind)
 
     def ready(self) -> Ready:
-        """What the engine serves. ApiError (503) before it has said so."""
+        """What the engine serves. Raises ApiError (503) if no engine has been ready yet."""
         if self.engine.ready is None:
             raise unavailable("the engine is not ready yet", "engine_not_ready")
         return self.engine.ready
 
     def ready_to_generate(self, model: str | None) -> Ready:
-        """What can be refused before the prompt is looked at."""
+        """As `ready`. Raises ApiError also while draining, without an engine, or for another model's name."""
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         ready = self.ready()
@@ -97,7 +97,7 @@ class Serving:
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def need_tokenizer(self, field: str) -> Tokenizer:
-        """field: what cannot be served without."""
+        """The tokenizer. Raises ApiError if there is none. field: the one that needs it."""
         if self.tokenizer is None:
             remedy = (
                 'send token ids as "prompt" to /v1/completions, or serve an engine built from a folder with'
@@ -108,7 +108,8 @@ class Serving:
         return self.tokenizer
 
     async def encode(self, prompts: list[str | list[int]], limit: int) -> list[tuple[int, ...]]:
-        """Token ids of each prompt; all are texts, or none is. Texts sure to have more than `limit` are refused."""
+        """Token ids of each prompt; either all are texts, or none is. Raises ApiError for texts that are sure to have
+        more than `limit` tokens."""
         most = self.limits.max_queued
         if len(prompts) > most:
             message = f"prompt: {len(prompts)} prompts are too many; at most {most} may come at once"
@@ -124,21 +125,21 @@ class Serving:
         return await self.background.run(encode) if sum(map(len, texts)) > LONG_TEXT else encode()
 
     async def check_form(self, form: Form | None, ready: Ready) -> None:
-        """ApiError for a form that no answer can have."""
+        """Raises ApiError for a form that no answer can have."""
         if form is not None:
             self.need_tokenizer(form.field)
             assert self.grammars is not None
             await self.grammars.check(form, ready)
 
     def check_count(self, num_prompts: int, num_choices: int) -> None:
-        """ApiError for more requests in one than may ever wait at once: trying later would not help."""
+        """Raises ApiError if there are more requests than may wait at once, so that trying later would not help."""
         most = self.limits.max_queued
         if num_prompts * num_choices > most:
             message = f"n: {num_choices} for {num_prompts} prompts are too many; at most {most} answers at once"
             raise ApiError(message, param="n")
 
     def check_room(self, num_requests: int) -> None:
-        """ApiError (429) if so many more may not wait."""
+        """Raises ApiError (429) if there is no room in the queue for so many more requests."""
         waiting, most = self.engine.num_queued, self.limits.max_queued
         if waiting + num_requests > most:
             message = f"{waiting} requests wait already, of {most} that may; try later"

@@ -1,4 +1,4 @@
-"""Pieces of answers to OpenAI's two shapes of a response, whole and in chunks."""
+"""Formats answers as OpenAI's responses, for completions and for chats, whole and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from splash_trt.request import TokenLogprob
 DONE = b"data: [DONE]\n\n"
 MARK = "\0what came\0"
 LEAST_LOGPROB = -9999.0
-"""JSON has no -inf; the number is vLLM's."""
+"""In place of -inf, which JSON does not have; the number is vLLM's."""
 
 Counts = Callable[[], Usage]
 """Tokens so far."""
@@ -52,10 +52,10 @@ def event(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants to be told of beside the text."""
+    """What a request asks for in addition to the text."""
 
     logprobs: int | None
-    """Alternatives beside each token; None: no log-probabilities."""
+    """How many alternatives to each token; None: no log-probabilities."""
     prompt_logprobs: int | None
     token_ids: bool
     usage_at_end: bool
@@ -63,7 +63,7 @@ class Wanted:
 
 
 class Shape:
-    """One response. name_token and token_bytes say how log-probabilities name tokens."""
+    """The form of one response. name_token, token_bytes: of tokens in log-probabilities."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class Shape:
         with_usage = wanted.usage_at_end or wanted.usage_always
         self._is_plain = wanted.logprobs is None and not wanted.token_ids and not with_usage
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """By choice: what stands around the text in an event that has nothing else to tell."""
+        """By choice: the bytes before and after the text in an event that has only text."""
 
     def opening(self, num_choices: int, counts: Counts) -> bytes:
         """What a stream begins with."""
         return b""
 
     def chunk(self, index: int, piece: Piece, counts: Counts) -> bytes:
-        """An event with what came for choice `index`; empty if there is nothing to tell."""
+        """An event with what came for choice `index`; empty if there is nothing to send."""
         if self._is_plain and piece.text and not (piece.finish or piece.reasoning or piece.calls):
             before, after = self._frames.get(index) or self._frame(index)
             return b"%b%b%b" % (before, _encode(piece.text), after)
@@ -98,8 +98,8 @@ class Shape:
         return self._event([self._part(index, piece)], counts)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """Made of an event about a text that is found again in it, so that all events are of one form."""
-        # The text is the last that a client's or a deployment's words go into.
+        """The bytes around a choice's text, from an event about MARK, so that all events have the same form."""
+        # The last MARK is the text: what a client or a deployment has chosen, such as the model's name, precedes it.
         before, _, after = self._event([self._part(index, Piece(text=MARK))], None).rpartition(_encode(MARK))
         self._frames[index] = before, after
         return before, after
@@ -167,7 +167,7 @@ class CompletionShape(Shape):
         )
 
     def _top(self, shown: ShownLogprob) -> dict[str, float] | None:
-        """The token itself is always among them."""
+        """{name: log-probability} of the alternatives and of the token; None for an echoed prompt's first token."""
         if shown.first:
             return None
         known = shown.logprob

@@ -1,8 +1,8 @@
 """Metrics of several frontends of one engine, added up: whichever is scraped, the answer is for all of them.
 
-Each leaves what it has counted in a file, once a second and when it is asked, and whoever is asked adds up what is in
-the files. So no total ever falls, wherever the questions go: Prometheus would take that for a new start. A frontend
-that takes a dead one's place goes on from its file. What the engine tells all of them, the first one counts for all.
+Each writes what it has counted to a file, once a second and when it is scraped; the one that is scraped adds up the
+files. So no total ever decreases, whichever frontend is scraped: Prometheus would take that for a restart. A frontend
+that replaces a dead one goes on from its file. Events that the engine reports to all are counted by frontend 0 only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from splash_trt.frontend.member import Member
 from splash_trt.lifeline import COUNTS_PREFIX
 
 PUBLISH_S = 1.0
-STALE_S = 5.0  # gauges of a frontend that has not said anything for so long are not counted
+STALE_S = 5.0  # gauges of a frontend that has written nothing for so long are left out
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Family(msgspec.Struct):
-    """samples: name, labels, value."""
+    """A metric with its samples: (name, labels, value)."""
 
     name: str
     text: str
@@ -40,7 +40,7 @@ class Family(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """All that one frontend has counted, at `now_s` of the monotonic clock."""
+    """All that one frontend has counted up to `now_s` on the monotonic clock."""
 
     now_s: float
     engine: list[Family]
@@ -49,8 +49,9 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 class Registries:
-    """engine: counted from what the engine tells everybody. requests: of those that this frontend serves. process: of
-    this process. state: how things stand, which each frontend knows."""
+    """A frontend's metrics by how several frontends share them. engine: counted from what the engine reports to all
+    frontends. requests: of those that this frontend serves. process: of this process. state: the engine's present
+    state, which every frontend knows."""
 
     def __init__(self) -> None:
         self.engine = CollectorRegistry()
@@ -71,7 +72,7 @@ class SharedMetrics(Collector):
         self._requests_before = _values(before.requests) if before is not None else {}
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry that is told nothing does not collect on registration."""
+        """Returns nothing, so that a registry does not call `collect` on registration."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -88,7 +89,7 @@ class SharedMetrics(Collector):
         yield from map(_metric, _side_by_side(found, own.now_s))
 
     def publish(self) -> Snapshot:
-        """Leaves what there is now for the siblings."""
+        """Writes what has been counted so far for the siblings, and returns it."""
         with self._lock:
             snapshot = Snapshot(
                 now_s=time.monotonic(),
@@ -112,12 +113,12 @@ def _path(member: Member, number: int) -> Path:
 def _read(path: Path) -> Snapshot | None:
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
-    except OSError:  # it has not begun yet
+    except OSError:  # that frontend has not written yet
         return None
 
 
 def _families(registry: CollectorRegistry, before: dict[Key, float]) -> list[Family]:
-    """Counts go on from those before; a gauge is what it is."""
+    """The registry's metrics. The values `before` are added to counters and histograms, but not to gauges."""
     families = []
     for metric in registry.collect():
         samples = [(sample.name, sample.labels, sample.value) for sample in metric.samples]
@@ -153,7 +154,7 @@ def _values(families: list[Family]) -> dict[Key, float]:
 
 
 def _sum(snapshots: list[Snapshot], now_s: float) -> list[Family]:
-    """Of each family; a gauge's are left out where they are old."""
+    """The sums of all snapshots' request metrics. Gauges in stale snapshots are left out."""
     sums: dict[str, list[tuple[Family, bool]]] = {}
     for snapshot in snapshots:
         for family in snapshot.requests:
@@ -167,7 +168,7 @@ def _sum(snapshots: list[Snapshot], now_s: float) -> list[Family]:
 
 
 def _side_by_side(snapshots: dict[int, Snapshot], now_s: float) -> list[Family]:
-    """What concerns processes, with a label for which one where there are several."""
+    """The metrics of all processes, with a label for the frontend if there are several. Stale ones are left out."""
     families: dict[str, Family] = {}
     for number, snapshot in sorted(snapshots.items()):
         labels = {} if len(snapshots) == 1 else {"frontend": str(number)}
@@ -178,7 +179,7 @@ def _side_by_side(snapshots: dict[int, Snapshot], now_s: float) -> list[Family]:
 
 
 def _merge(parts: list[list[tuple[str, dict[str, str], float]]]) -> list[tuple[str, dict[str, str], float]]:
-    """Values of equal names and labels added up; of when something was created, the first."""
+    """Adds up the values of samples with equal names and labels; of times of creation, takes the earliest."""
     values: dict[Key, float] = {}
     for samples in parts:
         for name, labels, value in samples:

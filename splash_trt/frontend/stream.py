@@ -1,4 +1,4 @@
-"""From a request's token deltas to what its client sees: text up to a stop string, in pieces that are safe to show."""
+"""Makes of a request's token deltas what its client sees: text up to a stop string, in pieces that are safe to show."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from splash_trt.request import FinishReason, TokenDelta, TokenLogprob
 
 
 class StopScanner:
-    """Finds the first stop string in text that comes in pieces; its answer does not depend on how the text is cut.
+    """Finds the first stop string in text that comes in pieces; the result does not depend on how the text is cut.
 
-    First is the one that ends first, and of those that end together the longest.
+    The first is the one that ends first, and of those that end together the longest.
     """
 
     def __init__(self, stops: tuple[str, ...], keep: bool = False) -> None:
-        """keep: the stop string that was found is part of the text."""
+        """keep: whether the stop string that was found is part of the text."""
         self._stops = stops
         self._keep = keep
         self._first_characters = {stop[0] for stop in stops}
@@ -29,9 +29,10 @@ class StopScanner:
         """Characters of `_held` in which no stop string may end."""
 
     def push(self, text: str, exempt: bool = False) -> tuple[str, bool]:
-        """(text that no stop string can begin in any more, whether one was found). Nothing may come after a find.
+        """Takes more text; returns (text that can be shown, as no stop string can begin in it any more; whether one was
+        found). Must not be called again after one was found.
 
-        exempt: a stop string may begin in this text but not end in it.
+        exempt: a stop string may begin in this text, but not end in it.
         """
         if not self._stops:
             return text, False
@@ -52,7 +53,7 @@ class StopScanner:
         return text[:cut], False
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """To be called when no more text comes: returns what was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -67,7 +68,8 @@ class StopScanner:
 
 @dataclass(frozen=True)
 class ShownLogprob:
-    """`offset`: characters of the text before this token. first: nothing comes before it, so `logprob` says nothing."""
+    """A token's log-probability. offset: characters of the text before the token. first: it is the first token of the
+    sequence, so it has none, and `logprob` has no meaning."""
 
     logprob: TokenLogprob
     offset: int
@@ -76,7 +78,7 @@ class ShownLogprob:
 
 @dataclass
 class CallDelta:
-    """More of tool call number `index`. `name` and `id` come with its beginning only."""
+    """More of tool call number `index`. `name` and `id` are given at its beginning only."""
 
     index: int
     id: str | None
@@ -86,7 +88,8 @@ class CallDelta:
 
 @dataclass
 class Piece:
-    """What of one answer can be sent now. Tokens whose text is held back come with an earlier piece than it."""
+    """The part of an answer that can be sent now. Tokens may come in an earlier piece than their text, if that is held
+    back."""
 
     text: str = ""
     reasoning: str = ""
@@ -99,18 +102,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt is to come first. num_logprobs: with so many alternatives beside each token's; None: without."""
+    """The answer is to begin with the prompt. num_logprobs: with log-probabilities, and so many alternatives to each
+    token; None: without."""
 
     prompt: tuple[int, ...]
     num_logprobs: int | None
     alone: bool
-    """Nothing is to come after it."""
+    """Whether the prompt is all that is wanted."""
 
 
 class Answer:
     """One request's answer as it grows. Without a detokenizer it has no text.
 
-    reader: takes the text apart into content, reasoning and tool calls. max_calls: calls after so many are dropped.
+    reader: splits the text into content, reasoning and tool calls. max_calls: further calls are dropped.
     """
 
     def __init__(
@@ -124,9 +128,9 @@ class Answer:
         echo: Echo | None = None,
         min_tokens: int = 0,
     ) -> None:
-        """calls_are_stops: an answer with calls ends with "stop" as one without does, not with "tool_calls".
+        """calls_are_stops: the finish reason of an answer with calls is "stop", as of one without, not "tool_calls".
 
-        min_tokens: no stop string ends in the text of so many tokens, as vLLM has it.
+        min_tokens: no stop string may end in the text of the first so many tokens, as in vLLM.
         """
         self._detokenizer = detokenizer
         self._scanner = scanner
@@ -139,14 +143,15 @@ class Answer:
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_characters = 0
         self._num_shown = 0
-        """Of these, those that no stop string has cut off and that are not held back."""
+        """The characters among these that are neither held back nor cut off by a stop string."""
         self._num_calls = 0
         self.num_tokens = 0
         self.finish: str | None = None
-        """"stop", "length" or "tool_calls" once it is complete, be it by a stop string that no engine knows of."""
+        """"stop", "length" or "tool_calls" once the answer is complete, be it by the engine or by a stop string, which
+        the engine does not know."""
 
     def add(self, delta: TokenDelta) -> None:
-        """Tokens that complete a stop string end the answer; the delta's others are dropped."""
+        """Takes more tokens. One that completes a stop string ends the answer; the delta's later tokens are dropped."""
         self._piece.prompt_logprobs += delta.prompt_logprobs
         if self._echo is not None and not self._show_prompt(self._echo, delta):
             return
@@ -156,7 +161,7 @@ class Answer:
             if delta.logprobs:
                 self._piece.logprobs.append(ShownLogprob(delta.logprobs[i], self._num_characters))
             ends_it = delta.finish is FinishReason.STOP and i == len(delta.tokens) - 1
-            # The token that stopped the engine is a stop token: it has no place in the text.
+            # The token that stopped the engine is a stop token, which is not part of the text.
             if self._detokenizer is not None and not ends_it and self._show(self._detokenizer.push(token)):
                 return
         if delta.finish is None:
@@ -171,7 +176,8 @@ class Answer:
         return piece
 
     def _show_prompt(self, echo: Echo, delta: TokenDelta) -> bool:
-        """False: the answer is not to be looked at, as log-probabilities are yet to come or as it is not wanted."""
+        """Shows the prompt once its log-probabilities have come, if they are wanted. Returns whether the delta's tokens
+        are to be shown next: not before that, nor if only the prompt is wanted."""
         self._prompt_logprobs += delta.prompt_logprobs
         wanted = None if echo.num_logprobs is None else len(echo.prompt) - 1
         if wanted is not None and len(self._prompt_logprobs) < wanted:
@@ -194,14 +200,14 @@ class Answer:
         return not echo.alone
 
     def _show(self, text: str) -> bool:
-        """True if a stop string was found, which ends the answer."""
+        """Takes more text; returns whether a stop string was found, which ends the answer."""
         if not text:
             return False
         self._num_characters += len(text)
         shown, found = self._scanner.push(text, exempt=self.num_tokens <= self._min_tokens)
         self._sort(shown)
         if found:
-            # Tokens that are cut off, wholly or in part, stand at the text's end.
+            # Tokens that are cut off, wholly or in part, get the text's end as their offset at most.
             self._piece.logprobs = [
                 replace(known, offset=min(known.offset, self._num_shown)) for known in self._piece.logprobs
             ]

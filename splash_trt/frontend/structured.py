@@ -1,4 +1,4 @@
-"""The ways in which clients say what form an answer must have, as one Grammar."""
+"""Makes one Grammar of the various fields by which clients say what form an answer must have."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from splash_trt.frontend.tools.forced import NO_PARAMETERS, calls_schema
 from splash_trt.request import Grammar, GrammarKind
 
 Found = tuple[str, GrammarKind, str]
-"""The field that asks for it, and the grammar's two parts."""
+"""(the field that asks for a form, the grammar's kind, its text)."""
 
 
 class Form(NamedTuple):
-    """What an answer has to be, and the field that says so."""
+    """The form that an answer must have, and the field that says so."""
 
     grammar: Grammar
     field: str
 
 
 def form_of(body: GenerationBody) -> Form | None:
-    """None: any text. ApiError where two fields ask for a form, or one asks for what is none."""
+    """The form that the body asks for; None: any text. Raises ApiError if two fields ask for one, or it is invalid."""
     found = [*_from_response_format(body.response_format), *_from_structured_outputs(body), *_from_guided(body)]
     if isinstance(body, ChatBody) and body.functions:
         if found:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splash_trt.frontend.protocol import Part
 from splash_trt.frontend.serving import LONG_TEXT, Serving, json_response
 
 MAX_TOKENS = 1 << 18
-"""Of a text to tokenize, or to detokenize into one: what a client may keep the tokenizer busy with."""
+"""The most tokens of a text, so that a client cannot keep the tokenizer busy for long."""
 
 
 class TokenizeBody(Part, frozen=True, kw_only=True):

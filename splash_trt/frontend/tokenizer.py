@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer.json, and detokenising a token at a time."""
+"""Text to token ids and back, by tokenizer.json; answers are detokenized one token at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Text of a growing sequence of ids. All that it returns, joined, is the text of the whole sequence."""
+    """Detokenizes a growing sequence of ids. All that it returns, joined, is the text of the whole sequence."""
 
     def push(self, token: int) -> str:
-        """What became certain with this token. Bytes that may yet become a character are held back."""
+        """The text that is certain with this token. Bytes of an incomplete character are held back."""
 
     def flush(self) -> str:
-        """The rest at the end of the sequence: a replacement character for an unfinished one."""
+        """The rest, at the end of the sequence: a replacement character for an incomplete one."""
 
 
 class ByteDetokenizer:
@@ -40,15 +40,15 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: decodes a window of the last ids, which starts where text was last certain.
+    """For any other vocabulary: decodes a window of the last ids, as a token's text can depend on the ones before it.
 
-    The window keeps the ids before that, since how a token is written can depend on the one before it.
+    The window has the ids whose text was returned last, and all ids since.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._num_read = 0  # ids of the window whose text went out
+        self._num_read = 0  # ids of the window whose text was returned
         self._read = ""
 
     def push(self, token: int) -> str:
@@ -84,20 +84,20 @@ class Tokenizer:
         self._special = {token for token, entry in added.items() if entry.special}
         self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
-        # Only where every byte of a text ends up in some token.
+        # The longest token gives a lower bound of a text's tokens only if each byte of the text is in some token.
         whole = self._is_byte_level and self._tokenizer.normalizer is None
         self._longest = max(map(len, self._tokenizer.get_vocab()), default=1) if whole else None
         self._template = ChatTemplate.load(folder)
 
     def knows(self, text: str) -> bool:
-        """It is a token of the vocabulary, or the chat template writes it."""
+        """Whether a text is a token of the vocabulary, or the chat template contains it."""
         in_template = self._template is not None and text in self._template.source
         return in_template or self._tokenizer.token_to_id(text) is not None
 
     def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, with what the model wants around it (a begin-of-text token, say).
+        """Ids of a prompt, with the special tokens that the model expects around it (such as begin-of-text).
 
-        ApiError if the text is sure to have more than `limit` ids: encoding it could take minutes for nothing.
+        Raises ApiError, without encoding, if the text is sure to have more than `limit` ids: it could take minutes.
         """
         self._refuse_long(text, limit, "prompt")
         return self._encode(text, add_special_tokens)
@@ -111,7 +111,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """ApiError if there is none."""
+        """The chat template. Raises ApiError if there is none."""
         if self._template is None:
             raise ApiError(
                 "messages: this model has no chat template; use /v1/completions, or put chat_template.jinja beside"
@@ -122,12 +122,12 @@ class Tokenizer:
         return self._template
 
     def encode_chat(self, text: str, limit: int | None = None) -> list[int]:
-        """Ids of a rendered chat. ApiError as `encode`."""
+        """Ids of a rendered chat. Raises ApiError as `encode` does."""
         self._refuse_long(text, limit, "messages")
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # encode() would keep every other thread waiting, the event loop's too, until a long text is done.
+        # Not encode(), which holds the interpreter lock: with a long text, all threads, the event loop too, would wait.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
@@ -136,7 +136,7 @@ class Tokenizer:
         return frozenset(token for token in ids if token is not None and token in self._special)
 
     def detokenizer(self, shown: frozenset[int] = frozenset(), show_all: bool = False) -> Detokenizer:
-        """Special tokens have no text, other than those in `shown`."""
+        """A detokenizer that leaves out special tokens, except those in `shown`, or none if show_all."""
         hidden = frozenset() if show_all else frozenset(self._special - shown)
         if self._is_byte_level:
             return ByteDetokenizer(lambda token: b"" if token in hidden else self._spelled(token))
@@ -154,7 +154,7 @@ class Tokenizer:
         return b"" if token in self._special else self._spelled(token)
 
     def token_name(self, token: int) -> str:
-        """How log-probabilities name a token: its text, or its bytes where they are no text by themselves."""
+        """A token's name in log-probabilities: its text, or its bytes if they are not valid UTF-8 by themselves."""
         spelled = self._spelled(token)
         try:
             return spelled.decode()
@@ -173,14 +173,14 @@ class Tokenizer:
             return b""
         if not self._is_byte_level:
             return (name if token in self._special else self._decode([token])).encode()
-        # As the package's decoder does: a token with a character that stands for no byte is text itself.
+        # As in the package's decoder: a token with a character that does not stand for a byte is taken as text.
         if all(character in _BYTE_OF for character in name):
             return bytes(_BYTE_OF[character] for character in name)
         return name.encode()
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as themselves and the n-th other one as U+0100 + n."""
+    """{character: byte}: byte-level vocabularies write printable bytes as themselves, the n-th other as U+0100 + n."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
