@@ -74,13 +74,13 @@ LAYERS = {
     # The package itself holds the version and the lazily loaded names for users.
     "splash_trt": 6,
 }
-# These prefixes speak for themselves, not for what lies below them: a new module must be given its layer.
+# These prefixes stand only for the module of that name: a new module below them must be given its own layer.
 EXACT_ONLY = {"splash_trt"}
 
 # Package -> the folder of the tree that holds it.
 PACKAGES = {"splash_trt": "splash_trt", "splash_engines": "engines", "splash_plugins": "plugins"}
 FORBIDDEN_ROOTS = {"engines": "splash_engines", "plugins": "splash_plugins"}
-# Folders beside the packages in which rules 2 and 6 hold too.
+# Folders outside of the packages in which rules 2 and 6 hold too.
 OTHER_FOLDERS = ("tests", "scripts", "perf")
 
 TORCH_FREE = (
@@ -93,7 +93,7 @@ TORCH_FREE = (
     "splash_trt.cache.pool",
 )
 
-# (importing module prefix, imported module prefix) -> why the import may stand inside a function. "" fits all modules.
+# (importing module prefix, imported module prefix) -> why the import may be inside a function. "" fits all modules.
 LOCAL_IMPORTS = {
     ("splash_trt", "splash_trt.llm"): "`import splash_trt` stays light: LLM is loaded at its first use",
     ("splash_trt", "splash_trt.request"): "as splash_trt.llm",
@@ -118,7 +118,7 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unse
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 80
-"""A function that Triton compiles: its arguments alone take ten, and parts of it cannot share state."""
+"""For functions that Triton compiles: their parameters take ten lines alone, and splitting them is often impossible."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ def layer_of(module: str) -> int | None:
 
 
 def resolve(target: str, modules: dict[str, Module]) -> str | None:
-    """The one of our modules that importing ``target`` loads; None if it is not ours.
+    """The module of ours that importing ``target`` loads; None if it is none of ours.
 
-    A target that names no file (yet) stands for itself, so that its layer counts, unless it is a name inside a module.
+    A target that is neither a module nor a name inside of one is returned as it is, so that its layer is checked.
     """
     if target.split(".")[0] not in PACKAGES:
         return None
@@ -194,7 +194,7 @@ def check_local_imports(modules: dict[str, Module]) -> Iterator[Violation]:
 
 
 def edges_at_load(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, int]]:
-    """Yields (module or foreign package, line) for what loading ``module`` loads, the packages around it first."""
+    """Yields (module, or package that is not ours; line) for what loading ``module`` loads, its own packages first."""
     parts = module.name.split(".")
     for end in range(1, len(parts)):
         yield ".".join(parts[:end]), 1
@@ -231,10 +231,10 @@ def check_torch_free(modules: dict[str, Module]) -> Iterator[Violation]:
 
 
 def check_cycles(modules: dict[str, Module]) -> Iterator[Violation]:
-    """A depth-first walk; an edge to a module on the current path closes a cycle.
+    """Walks imports depth first; one of a module on the current path closes a cycle.
 
-    Packages around a module are left out: an ``__init__`` that re-exports its modules is no cycle, unless one of them
-    imports it by name. Imports for type checkers count, since they are how a cycle is usually hidden.
+    A module does not count as importing its packages: an ``__init__`` that re-exports its modules is no cycle, unless
+    one of them imports it by name. Imports for type checkers count, since these usually hide a cycle.
     """
     done: set[str] = set()
 
@@ -285,7 +285,7 @@ def check_sizes(modules: list[Module]) -> Iterator[Violation]:
 
 
 def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Decorated with triton.jit or gluon.jit, called or not."""
+    """Whether a function is decorated with triton.jit or gluon.jit, with or without arguments."""
     names = {d.func if isinstance(d, ast.Call) else d for d in node.decorator_list}
     return any(isinstance(name, ast.Attribute) and name.attr == "jit" for name in names)
 

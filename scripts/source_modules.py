@@ -1,4 +1,4 @@
-"""A source tree's modules and what each imports, read from the source alone, with the standard library alone."""
+"""Finds a source tree's modules and what each imports, from their source alone, with only the standard library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name. ``target`` is the dotted name as written, relative imports resolved."""
+    """One imported name. ``target`` is the dotted name, with relative imports resolved."""
 
     target: str
     line: int
@@ -20,7 +20,7 @@ class Import:
 
 @dataclass
 class Module:
-    """One source file. ``name`` is the dotted name it is imported by; for a package, the package's."""
+    """One source file. ``name`` is the dotted name by which it is imported; for an ``__init__``, the package's."""
 
     name: str
     path: Path
@@ -30,7 +30,7 @@ class Module:
 
 
 class ImportCollector(ast.NodeVisitor):
-    """Collects a file's imports, those by ``import_module("literal")`` included."""
+    """Collects a file's imports, including those by ``import_module("literal")``."""
 
     def __init__(self, module: str, is_package: bool) -> None:
         self.package = module if is_package else module.rpartition(".")[0]

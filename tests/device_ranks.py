@@ -1,5 +1,5 @@
-"""Ranks on a CPU that do more of what GPUs do: steps padded to sizes, movers that write into each other's memory, other
-kernels than the plain ones."""
+"""Ranks on CPUs that run steps more as ranks on GPUs do: padded, with movers that write into each other's memory, and
+with other kernels than the plain ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m scripts.demo`: builds, serves, watches, checks, shows. scripts/demo.sh installs first and starts it."""
+"""`python -m scripts.demo`: builds the engine, serves it, watches the layouts, checks the answers and shows the result.
+scripts/demo.sh installs what it needs and starts it."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class Served:
     answers: list[Answer]
     samples: list[timeline.Sample]
     records: list[dict[str, Any]]
-    """Of its switches, as it tells them."""
+    """The server's own records of its switches."""
     asked: list[tuple[float, str]]
 
 
@@ -97,7 +98,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _waited(seconds: float, typical_s: float) -> float:
-    """A share of 1 for a bar where there is only the time to go by."""
+    """A bar's share, from 0 towards 1, for work of which only the elapsed time is known."""
     return seconds / (seconds + typical_s)
 
 
@@ -137,7 +138,7 @@ async def _drive(client: Client, part: screen.Part, burst: Sequence[load.Ask]) -
 
 
 def _show_progress(part: screen.Part, client: Client, burst: Sequence[load.Ask]) -> None:
-    """One sample more: the bar, and a line where the layout has changed."""
+    """Shows a new sample: moves the bar, and prints a line if the layout has changed."""
     sample = client.samples[-1]
     if len(client.samples) > 1 and sample.layout != client.samples[-2].layout:
         asker = "asked for by the demo" if sample.layout in (name for _, name in client.asked) else "by itself"
@@ -164,7 +165,7 @@ def _requests(answers: Sequence[Answer]) -> list[Request]:
 
 
 def _check(served: Served) -> tuple[Result, Result]:
-    """The run that never switches, and the one that repeats the server's switches; at the same time."""
+    """Runs the check: without switches, and repeating the server's switches, both at the same time."""
     *first, last = _requests(served.answers)
     switches = timeline.replay(served.samples)
     jobs = {
@@ -201,7 +202,7 @@ def _last_number(log: Path) -> int:
 
 
 def _show(served: Served) -> None:
-    """Table, switches, some text, picture."""
+    """Shows the table, the switches, some answers and the picture."""
     cores = len(os.sched_getaffinity(0))
     machine = f"This machine, {cores} cores: CPU numbers. They show that it works, not how fast GPUs are."
     print(f"\n{screen.table(timeline.rows(served.samples, served.records))}")
@@ -236,7 +237,7 @@ def _show_text(answer: Answer) -> None:
 
 
 def _judge(served: Served, never: Result, switching: Result) -> bool:
-    """Says how the check came out; True if the demo failed."""
+    """Prints the check's result; returns whether the demo failed."""
     count = len(served.answers)
     names = " ".join(layout.upper() for layout in switching.layouts)
     print(f"Checked in float64: {count} answers on four ranks ({names}) against one rank that never switches.")

@@ -33,18 +33,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     first: list[Request]
     then: list[Request]
     switches: list[tuple[int, str]]
-    """(tokens computed, layout to go to then), in order."""
+    """(tokens computed, layout to switch to by then), in order."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     tokens: dict[str, list[int]]
-    """By request id."""
+    """Output tokens by request id."""
     layouts: list[str]
-    """Those that served, in order."""
+    """The layouts that served, in order."""
 
 
 def run(job: Job, on_tokens: Callable[[int], None]) -> Result:
-    """Everything that the requests were told, in float64. on_tokens: told the number of output tokens so far."""
+    """All output tokens of the requests, in float64. on_tokens: called with the number of output tokens so far."""
     layouts = tuple(Layout) if job.switches else ()
     with LLM(job.model, ranks=job.ranks, layout="tp", layouts=layouts, dtype="float64", **SIZES) as llm:
         assert llm.orchestrator is not None

@@ -37,7 +37,7 @@ class Answer:
 
 
 class Client:
-    """Asks, and keeps what it sees: `samples`, and in `asked` when the demo itself asked for which layout."""
+    """Sends the requests, and records `samples` of the server's state, and in `asked` the demo's own layout changes."""
 
     def __init__(self, url: str, server: subprocess.Popen[bytes], on_sample: Callable[[Client], None]) -> None:
         self._url = url
@@ -60,7 +60,7 @@ class Client:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Seconds since the run began."""
         return time.monotonic() - self._began
 
     @property
@@ -69,7 +69,8 @@ class Client:
         return list(dict.fromkeys(sample.layout for sample in self.samples))
 
     async def ready(self, on_wait: Callable[[float], None]) -> None:
-        """Until the server says that it is. on_wait: told the seconds so far. Failure if it ends or takes too long."""
+        """Waits until the server is ready. on_wait: called with the seconds so far. Raises Failure if the server ends,
+        or takes too long."""
         while self.seconds < READY_S:
             self._check_alive()
             try:
@@ -77,13 +78,13 @@ class Client:
                     if response.status == 200:
                         return
             except aiohttp.ClientError:
-                pass  # nobody listens yet
+                pass  # the server does not listen yet
             on_wait(self.seconds)
             await asyncio.sleep(SAMPLE_S)
         raise Failure(f"the server was not ready after {READY_S:.0f} s")
 
     async def run(self, burst: Sequence[Ask], then: Callable[[Sequence[Answer]], Ask]) -> None:
-        """The burst, then one request made from its answers; the server is watched until a moment after."""
+        """Sends the burst, then one request made from its answers; watches the server until a moment after that."""
         self._began = time.monotonic()
         watching = asyncio.create_task(self._watch())
         work = asyncio.create_task(self._ask_all(burst, then))
@@ -99,7 +100,7 @@ class Client:
             await asyncio.gather(watching, work, return_exceptions=True)
 
     async def switches(self) -> list[dict[str, Any]]:
-        """As the server tells them, newest first."""
+        """The server's records of its switches, newest first."""
         async with self._get("/v1/switches") as response:
             records: list[dict[str, Any]] = (await response.json())["data"]
             return records
@@ -131,7 +132,7 @@ class Client:
             raise Failure(f"{answer.ask.name}: the answer ended after {len(answer.tokens)} tokens without a last word")
 
     async def _visit_the_rest(self, last: Answer) -> None:
-        """While the last answer is written, ask for the layouts that the load has not led to."""
+        """While the last answer is generated, asks for the layouts to which the load has not led."""
         while not last.tokens:
             await asyncio.sleep(SAMPLE_S / 4)
         for layout in unvisited(self.visited):

@@ -11,7 +11,7 @@ from scripts.demo.timeline import Row
 
 BAR_WIDTH = 24
 LINE_WIDTH = 110
-NOTE_S = 15.0  # where lines cannot be rewritten: between two words of progress
+NOTE_S = 15.0  # between two lines of progress, where lines cannot be rewritten
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
@@ -21,7 +21,7 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """Bytes for people to read, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000 or unit == "GB":
             break

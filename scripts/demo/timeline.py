@@ -11,7 +11,7 @@ LAYOUTS = ("tp", "dp", "cp", "dop")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """How things stood at second `at` of the run."""
+    """The server's state at second `at` of the run."""
 
     at: float
     layout: str
@@ -43,14 +43,14 @@ class Row:
 
     layout: str
     share: float
-    """Of the time, 0 to 1."""
+    """Share of the time, 0 to 1."""
     tokens_per_s: float
     """Tokens computed under it, prompt and output, over its time."""
     switches_to: int
     bytes_moved: int
-    """Between ranks, for the switches to it."""
+    """Bytes that the switches to it moved between ranks."""
     longest_stall_s: float | None
-    """Of the switches to it; None if none was measured."""
+    """The longest stall of the switches to it; None if none was measured."""
 
 
 def bands(samples: Sequence[Sample]) -> list[Band]:

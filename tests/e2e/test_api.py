@@ -1,4 +1,4 @@
-"""What the API promises, by the demo model on two ranks: what an engine stand-in cannot show."""
+"""Promises of the API that a stand-in for the engine cannot keep, with the demo model on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks under a real mpirun, real HTTP, the client that most users have."""
+"""Two ranks under a real mpirun, over real HTTP, with OpenAI's client."""
 
 from __future__ import annotations
 

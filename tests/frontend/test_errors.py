@@ -1,4 +1,4 @@
-"""What clients get wrong: a 4xx that names the field, and an engine that never hears of it."""
+"""Mistakes of clients: they get a 4xx that names the field, and the engine gets nothing."""
 
 from __future__ import annotations
 

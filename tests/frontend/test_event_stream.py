@@ -1,4 +1,4 @@
-"""Streams that have nothing to say for a while."""
+"""Streams that have nothing to send for a while."""
 
 from __future__ import annotations
 

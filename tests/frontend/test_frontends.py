@@ -1,6 +1,7 @@
-"""Several frontends on one port: what they count together, and what becomes of the others when one dies or stands.
+"""Several frontends on one port: their metrics add up, and the others go on when one dies or hangs.
 
-Nobody can choose which of two takes a connection. Of so many as here, each takes some, but for once in a million runs.
+Which of two takes a connection cannot be chosen. With as many connections as here, each takes some, except once in a
+million runs.
 """
 
 from __future__ import annotations

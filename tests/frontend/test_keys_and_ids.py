@@ -1,4 +1,5 @@
-"""API keys, request ids, clients that end their side, queues, defaults of the checkpoint, the texts' own routes."""
+"""API keys, request ids, clients that close their sending side, queues, a checkpoint's defaults, /tokenize and
+/detokenize."""
 
 from __future__ import annotations
 

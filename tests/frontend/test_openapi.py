@@ -1,4 +1,4 @@
-"""/openapi.json says what is true: a client that knows nothing else finds no answer that it does not allow for."""
+"""/openapi.json is right: every answer of the server is one that it describes."""
 
 from __future__ import annotations
 

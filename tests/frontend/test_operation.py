@@ -1,4 +1,4 @@
-"""What operators ask: layout, switches, metrics; and a link that says what it should not."""
+"""Routes for operators: layout, switches, metrics; and messages from the link that are not valid."""
 
 from __future__ import annotations
 

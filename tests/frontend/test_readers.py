@@ -1,4 +1,5 @@
-"""Text into reasoning, content and tool calls: whatever the cuts the same, and never a part of a tag."""
+"""Text is split into reasoning, content and tool calls: the same however the text is cut, and never with part of a tag.
+"""
 
 from __future__ import annotations
 

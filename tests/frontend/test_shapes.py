@@ -1,4 +1,4 @@
-"""Events that have nothing to tell but text are put together from parts: they are those that all others are like."""
+"""Events with only text are joined from prepared bytes: these are the same as if they were encoded as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of several frontends, added up from what they leave for each other."""
+"""Metrics of several frontends, added up from the files that they write for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids to text a token at a time, against the tokenizers package; chat templates, kind and unkind ones."""
+"""Ids to text one token at a time, against the tokenizers package; chat templates, harmless and hostile ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP, in the forms of two families of models; an engine says what it is told to."""
+"""Tool calls and reasoning over HTTP, in the formats of two families of models, from an engine that answers as told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU's program has to choose from, on that GPU."""
+"""The operators among which a GPU's program chooses, on that GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switching between ranks on GPUs: what a CPU says, the least bytes, and nothing left behind.
+"""Switching between ranks on GPUs: the tokens that a CPU gives, the fewest bytes, and nothing left behind.
 
 Where there are fewer GPUs than ranks, ranks share them, and take turns; see gpu_world.py."""
 

@@ -1,4 +1,4 @@
-"""A token whose numbers are none (NaN, or infinite) changes no other token's result, in kernels that take several
+"""A token with numbers that are NaN or infinite changes no other token's result, in kernels that take several
 tokens at once. Attention's are in test_mla_prefill.py and test_mla_decode.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The halves of a mailbox: what lies where, and buffers that come too late."""
+"""The halves of a mailbox: where buffers are in them, and buffers that are asked for too late."""
 
 from __future__ import annotations
 

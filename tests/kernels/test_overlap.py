@@ -1,4 +1,4 @@
-"""How kernels are launched that may begin while the one before them ends."""
+"""How kernels are launched that may begin while the kernel before them is still running."""
 
 from __future__ import annotations
 

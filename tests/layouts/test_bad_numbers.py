@@ -1,5 +1,5 @@
-"""A request whose numbers are none (NaN, or infinite after an overflow) spares the others of its steps, and those that
-get its pages, its slot or its place in the workspaces after it."""
+"""A request with numbers that are NaN, or infinite after an overflow, does no harm to other requests: neither to those
+in its steps, nor to those that get its pages, its slot or its place in workspaces after it."""
 
 from __future__ import annotations
 

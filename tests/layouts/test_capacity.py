@@ -1,4 +1,4 @@
-"""What the capacity says fits is held by real ranks, to the page; one page more is an answer."""
+"""Real ranks hold what the capacity says, to the page; what needs one page more is refused in words."""
 
 from __future__ import annotations
 

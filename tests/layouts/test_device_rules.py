@@ -1,4 +1,4 @@
-"""What GPUs ask of a step, and a CPU would not notice."""
+"""Rules for a step that matter on GPUs, and that a CPU would not notice to be broken."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A step whose ranks sum a token's experts and the output projection's parts as they meet gives what one gives that
-sums them before."""
+"""A step in which ranks sum a token's experts, and the output projection's parts, while they exchange them gives the
+same as one in which they are summed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells frontends, its observer and its log of what only it knows, over a whole small service."""
+"""What rank 0 reports to frontends, to its observer and to its log, over a whole small run."""
 
 from __future__ import annotations
 

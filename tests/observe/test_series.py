@@ -1,4 +1,4 @@
-"""The two measures taken at every token, against prometheus_client's own histogram and against plain counting."""
+"""The metrics that are updated at every token, against prometheus_client's own histogram and against plain counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switching changes nothing either where steps are padded, as GPUs' are."""
+"""Switching changes no token, also where steps are padded as on GPUs."""
 
 from __future__ import annotations
 

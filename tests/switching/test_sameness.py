@@ -1,4 +1,4 @@
-"""Switching changes nothing: whatever happens meanwhile, requests are told what they would be told anyway."""
+"""Switching changes no token: whatever happens meanwhile, requests get what they would get without a switch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From tensors to what the frontend is asked, without Triton."""
+"""From Triton's input tensors to the request for the frontend, without Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many at once, and what happens to those under way when a client, the frontend or Triton's program goes away."""
+"""Many streams at once, and what happens to them when a client, the frontend or Triton's program goes away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with controls as a reference sees them, and what a rank of its own makes of their logits."""
+"""Requests with controls, for a reference, and what a single rank makes of their logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank remembers of block tables, and what it tells its device of them."""
+"""The block tables that a rank keeps, and the changes of them that it sends to its device."""
 
 from __future__ import annotations
 

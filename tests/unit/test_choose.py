@@ -1,4 +1,5 @@
-"""The GPU program's table has others' operators at just those rows where they are right and faster; it says so."""
+"""The GPU program's table has TensorRT-LLM's operators at exactly those rows where they are right and faster, and says
+why."""
 
 from __future__ import annotations
 

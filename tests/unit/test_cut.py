@@ -1,4 +1,4 @@
-"""Contexts in parts: every row in one of them, and work in equal shares."""
+"""Contexts cut into parts: every row is in exactly one, and the parts are equal shares of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token of a request that goes on is told in two numbers: what comes out is what went in."""
+"""A single token of a request that goes on is sent as two numbers: what is decoded is what was encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0's socket: who says hello is answered, bytes that are no message harm nobody, clients come and go."""
+"""Rank 0's socket: a hello is answered, bytes that are not a message do no harm, clients come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks pass to one another inside a step, between threads of one process, against the cases' plain truth."""
+"""What ranks pass to each other inside a step, between threads of one process, against results in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where loads lead by the cost model, with DeepSeek-V3.2 on eight H200, and that the policy is not fickle."""
+"""Which layouts loads lead to, by the cost model of DeepSeek-V3.2 on eight H200; the policy does not oscillate."""
 
 from __future__ import annotations
 

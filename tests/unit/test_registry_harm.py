@@ -1,4 +1,5 @@
-"""What a candidate may do wrong besides its result: none of it gets it used, harms the others or ends the process."""
+"""Candidates that do other things wrong than their result: they are not used, do no harm to others, and do not end the
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work beside a step on a GPU: which stream it goes to, and what waits for what."""
+"""Work on a GPU's side stream: what goes to it, and what waits for what."""
 
 from __future__ import annotations
 

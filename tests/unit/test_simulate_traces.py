@@ -1,4 +1,4 @@
-"""Reading recorded loads, and making loads from numbers."""
+"""Reading recorded loads, and generating loads."""
 
 from __future__ import annotations
 

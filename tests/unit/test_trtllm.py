@@ -1,4 +1,4 @@
-"""TensorRT-LLM's operators are looked for, and where they are not used it is said why."""
+"""TensorRT-LLM's operators are looked for; if they are not used, a reason is given."""
 
 from __future__ import annotations
 

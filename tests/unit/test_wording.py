@@ -1,4 +1,4 @@
-"""Messages of a bearable length, and numbers with the digits that mean something."""
+"""Messages are cut to a length, and numbers are rounded to their significant digits."""
 
 from __future__ import annotations
 
