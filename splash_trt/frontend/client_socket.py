@@ -291,7 +291,7 @@ class ClientSocket:
         return Token(known.token, name(known.token), known.logprob, top)
 
     async def _watch(self) -> None:
-        """Finds clients that have gone. ZeroMQ only reports that one has; a message to each shows which: it fails there.
+        """Finds clients that have gone. ZeroMQ only reports that one has; a message to each shows which: it fails.
 
         The report comes a moment before sending begins to fail. So messages are sent after each wait of GONE_AFTER_S,
         which begin again when another client goes.
