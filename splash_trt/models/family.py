@@ -35,7 +35,7 @@ class Family:
     indexer: Indexer | None = None
     """Defaults of the index_ fields; None: the type has no indexer."""
     indexer_interleaved: bool = False
-    """How the indexer rotates its queries and keys, independently of attention: in neighbouring pairs, or in halves."""
+    """Whether the indexer rotates neighbouring pairs (or else halves); attention may do otherwise."""
     indexer_sharing: bool = False
     """Whether the type knows layers that use an earlier layer's choice instead of an indexer; see parse_indexer."""
 

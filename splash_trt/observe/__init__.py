@@ -1,1 +1,1 @@
-"""What an operator sees of a deployment: metrics under the names that others use, traces, spans and logs."""
+"""What an operator sees of a deployment: metrics, also under other systems' names for them, traces, spans and logs."""

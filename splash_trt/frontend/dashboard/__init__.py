@@ -1,1 +1,1 @@
-"""What operators look at: a page, and the last half hour that it and `splash-trt top` show."""
+"""The dashboard: a page, and the history of the last half hour that it and `splash-trt top` show."""

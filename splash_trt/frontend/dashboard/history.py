@@ -1,4 +1,5 @@
-"""The last half hour, second by second: requests, tokens, layouts and switches. Kept from what the engine tells."""
+"""The history of the last half hour, second by second, from the engine's reports: requests, tokens, layouts, switches.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class _Second:
-    """What is counted in one second."""
+    """The counts of one second."""
 
     __slots__ = ("running", "waiting", "tokens", "output_tokens")
 
@@ -91,7 +92,7 @@ class _Kept:
 
 
 class History:
-    """A listener that remembers, and hands on to `then` what it is told. Memory is bounded, whatever happens."""
+    """A Listener that keeps the history, in bounded memory, and passes all reports on to `then`."""
 
     def __init__(
         self,
@@ -101,14 +102,14 @@ class History:
         began_s: float | None = None,
         server: str | None = None,
     ) -> None:
-        """began_s, server: when second 0 was by the clock, and its name: of frontends that answer for each other."""
+        """began_s: second 0 on the clock. server: an id of the run. Frontends that share a port have the same."""
         self._then = then
         self._clock = clock
         self._began = clock() if began_s is None else began_s
         self._server = server or uuid.uuid4().hex
         self._engine: str | None = None
         self._seconds: deque[_Second] = deque([_Second(0, 0)], maxlen=WINDOW_S + 1)
-        """The last one is of second self._second, which is under way."""
+        """The last one is the present second, self._second, which is not over."""
         self._second = int(self._now_s())
         self._running = self._waiting = 0
         self._phases: deque[Phase] = deque([Phase(self._now_s(), None, "steady", None)], maxlen=MAX_PHASES)
@@ -129,7 +130,7 @@ class History:
         self._then.on_frames(frames)
 
     def on_switch(self, report: SwitchReport) -> None:
-        if report.is_past:  # when it was is not known
+        if report.is_past:  # it is not known when it was
             self._then.on_switch(report)
             return
         now_s = self._now_s()
@@ -151,10 +152,10 @@ class History:
         self._then.on_restart()
 
     def since(self, after: int = 0) -> Timeline:
-        """after: a whole second."""
+        """The history from second `after` on."""
         now_s = self._now_s()
         self._go_on(now_s)
-        seconds = list(self._seconds)[:-1]  # not the one that is under way
+        seconds = list(self._seconds)[:-1]  # without the present one
         oldest = self._second - len(seconds)
         first = min(max(after, oldest), self._second)
         seconds = seconds[first - oldest :]
@@ -185,7 +186,7 @@ class History:
         return self._clock() - self._began
 
     def _go_on(self, now_s: float) -> None:
-        """Begin the seconds since the last one; nothing has changed in those between."""
+        """Begins the seconds since the last call. Nothing was reported in between, so each repeats the last counts."""
         second = int(now_s)
         for _ in range(min(second - self._second, WINDOW_S + 1)):
             self._seconds.append(_Second(self._running, self._waiting))

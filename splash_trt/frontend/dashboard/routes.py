@@ -1,4 +1,4 @@
-"""GET /dashboard, the page with what belongs to it, and GET /v1/timeline, which has what it draws."""
+"""GET /dashboard, the page and its files, and GET /v1/timeline, the data that it draws."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ PATHS = {"/dashboard": PAGE} | {
     for path in sorted(FOLDER.iterdir())
     if path.suffix in CONTENT_TYPES and path.name != PAGE
 }
-"""Path -> file. They say nothing of anybody's requests and are served without a key, for which the page asks."""
+"""{path: file}. These need no key, as they say nothing about anybody's requests; the page asks its user for the key."""
 
 HEADERS = {
-    # Nothing from elsewhere, no inline code or style, in nobody's frame, and its form is sent by the page's own code.
+    # Nothing is loaded from elsewhere, there is no inline code or style, no other page may frame this one, and its form
+    # is sent by the page's own code.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

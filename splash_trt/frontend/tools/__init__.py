@@ -1,1 +1,1 @@
-"""Tool calls in the text of an answer: one file for each way of writing them, all incremental."""
+"""Readers of tool calls in an answer's text, one file for each format; all of them are incremental."""

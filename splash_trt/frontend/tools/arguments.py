@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 ANY = None
-"""The types that a parameter may have are not known."""
+"""In place of a set of types: they are not known, so any is allowed."""
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -20,7 +20,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def types_of(schema: Any, depth: int = 8) -> frozenset[str] | None:
-    """Names of the JSON types that a parameter's JSON Schema allows; ANY where it does not say."""
+    """Names of the JSON types that a parameter's JSON Schema allows; ANY if it does not say."""
     if not isinstance(schema, dict) or depth == 0:
         return ANY
     named = schema.get("type")
@@ -51,7 +51,7 @@ def _type_of(value: Any) -> frozenset[str] | None:
 
 
 class Arguments:
-    """Writes one object. What the methods return, joined, is its JSON text."""
+    """Writes one JSON object. What its methods return, joined, is the object's text."""
 
     def __init__(self) -> None:
         self._num_keys = 0
@@ -74,7 +74,10 @@ class Arguments:
         return opening + '"'
 
     def value(self, text: str, types: frozenset[str] | None) -> str:
-        """A value that the model wrote as JSON, or as a bare string where that cannot be meant."""
+        """A value that the model wrote: as JSON, or, if that is not valid or its type is not allowed, as a bare string.
+
+        types: the allowed ones. If a string is not allowed, valid JSON of any type stays as it is.
+        """
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):

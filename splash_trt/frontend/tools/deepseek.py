@@ -34,7 +34,7 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
 class DeepSeekReader(TagReader):
-    """Both families of tags; which is used shows in the text."""
+    """Reads both kinds of tags; the text shows which is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class DeepSeekReader(TagReader):
         return tag is not None
 
     def _in_after_separator(self, events: list[Event]) -> bool:
-        """V3 has the name here. V3.1 with a function that is called "function" has JSON."""
+        """In V3 the name is next; in V3.1, if the function itself is called "function", its JSON is."""
         text, tag = self._cutter.until(["{", FENCE, CALL_END])
         self._head += text
         if tag == CALL_END:
@@ -96,7 +96,7 @@ class DeepSeekReader(TagReader):
         return tag is not None
 
     def _in_fenced_json(self, events: list[Event]) -> bool:
-        """A fence may be part of a string; the one that counts stands before the end of the call."""
+        """Ends at the fence right before the end of the call, since another one may be part of a string."""
         text, tag = self._cutter.until([f"\n{FENCE_END}{CALL_END}", f"{FENCE_END}{CALL_END}", CALL_END])
         self._more(self._json.push(text), events)
         self._state = "fenced_json" if tag is None else "calls"

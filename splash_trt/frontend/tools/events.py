@@ -1,4 +1,4 @@
-"""What the text of an answer turns out to be, piece by piece, and the cutting that all its readers share."""
+"""The events into which readers split an answer's text, and helpers that all readers share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A tool call begins; what follows as CallArguments is its arguments."""
+    """A tool call begins; its arguments follow as CallArguments."""
 
     name: str
 
@@ -35,17 +35,17 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 
 class Reader(Protocol):
-    """Joined, its events do not depend on how the text was cut; and no event holds a part of a tag."""
+    """Splits text that comes in pieces. Its events, joined, do not depend on the cuts; none holds part of a tag."""
 
     def push(self, text: str) -> list[Event]:
-        """What became certain with this text."""
+        """The events that are certain with this text."""
 
     def flush(self) -> list[Event]:
-        """The rest, when no more text comes."""
+        """The remaining events, when no more text comes."""
 
 
 class Cutter:
-    """Text that comes in pieces, taken out up to a tag."""
+    """Collects text that comes in pieces, and gives it out up to a tag."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -54,9 +54,9 @@ class Cutter:
         self._held += text
 
     def until(self, tags: Sequence[str]) -> tuple[str, str | None]:
-        """(text before the first tag, the tag), both gone from here; or (text that no tag can begin in, None).
+        """Takes out and returns (text before the first tag, the tag), or (text in which no tag can begin, None).
 
-        Of tags that begin at the same place, one that is the start of another does not go well with it.
+        No tag may be the beginning of another.
         """
         found = [(start, tag) for tag in tags if (start := self._held.find(tag)) >= 0]
         if found:
@@ -68,7 +68,7 @@ class Cutter:
         return text, None
 
     def rest(self) -> str:
-        """All that is left."""
+        """Takes out all that is left."""
         rest, self._held = self._held, ""
         return rest
 
@@ -82,15 +82,15 @@ class Cutter:
 
 
 class Trimmer:
-    """Text that comes in pieces, without the white space at its start and, where `end` is asked for, at its end."""
+    """Removes white space from text that comes in pieces: at its start, and, by `end`, at its end."""
 
     def __init__(self, start: bool = True) -> None:
-        """start: drop white space at the start."""
+        """start: whether to drop white space at the start."""
         self._at_start = start
         self._space = ""
 
     def push(self, text: str) -> str:
-        """All but white space that may turn out to be at the end."""
+        """The text, but for white space that may turn out to be at the end."""
         if self._at_start:
             text = text.lstrip()
             self._at_start = not text
@@ -100,10 +100,10 @@ class Trimmer:
         return shown
 
     def end(self) -> None:
-        """The white space at the end is dropped, and so is what comes next."""
+        """Drops the white space at the end, and at the start of what comes next."""
         self._space, self._at_start = "", True
 
     def rest(self) -> str:
-        """The white space at the end, when it is wanted after all."""
+        """The white space at the end, if it is wanted after all."""
         space, self._space = self._space, ""
         return space

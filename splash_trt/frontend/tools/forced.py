@@ -1,4 +1,4 @@
-"""Tool calls that a grammar forces: the answer is JSON from its first token, whatever the model's own way is."""
+"""Tool calls that a grammar forces: the answer is JSON from its first token, whatever the model's own format is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NamedCallReader:
 
 
 def calls_schema(functions: dict[str, dict[str, Any] | None], at_most: int | None) -> dict[str, Any]:
-    """JSON Schema of a list of calls, at least one. functions: name -> JSON Schema of its parameters."""
+    """JSON Schema of a list of one or more calls. functions: {name: JSON Schema of its parameters}."""
     kinds = [
         {
             "type": "object",
@@ -40,7 +40,7 @@ def calls_schema(functions: dict[str, dict[str, Any] | None], at_most: int | Non
 
 
 def _spoken(string: str) -> str:
-    """What a JSON string says. The grammar allows nothing but JSON, and yet nothing here may fail."""
+    """The value of a JSON string. Does not fail if it is not valid, though the grammar allows only JSON."""
     try:
         return str(json.loads(string))
     except ValueError:
@@ -54,10 +54,10 @@ class CallListReader:
         self._depth = 0
         self._string: str | None = None  # the string under way, with its opening quote
         self._escaped = False
-        self._key = ""  # of the call's object, once its colon has come
+        self._key = ""  # the present key of the call's object, once its colon has come
         self._last_string = ""
         self._named = False  # the name of the call's object has come
-        self._arguments = ""  # what came of them in this push
+        self._arguments = ""  # the part of the arguments that came in this push
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []

@@ -2,8 +2,8 @@
 
     <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value> ... </tool_call>
 
-GLM-4.5 puts each part on a line of its own. Strings are written bare and everything else as JSON, so that whether 5 is
-a number shows in the tool's schema only. Source: the models' chat templates.
+GLM-4.5 puts each part on a line of its own. Strings are written without quotes and everything else as JSON, so only the
+tool's schema tells whether 5 is a number. Source: the models' chat templates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRING = frozenset({"string"})
 
 
 class GlmReader(TagReader):
-    """schemas: function name -> parameter name -> its JSON Schema."""
+    """schemas: {function name: {parameter name: its JSON Schema}}."""
 
     def __init__(self, schemas: dict[str, dict[str, Any]]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GlmReader(TagReader):
         return tag is not None
 
     def _after_part(self, tag: str, events: list[Event]) -> None:
-        """Another key, or the end of the call."""
+        """Goes on to another key, or to the end of the call."""
         self._head = ""
         self._state = "key" if tag == KEY else "content"
         if tag == CALL_END:

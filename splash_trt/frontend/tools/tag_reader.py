@@ -1,4 +1,4 @@
-"""What the readers of tool calls share: a state for each place in the text, and what is under way there."""
+"""The base of readers of tool calls: a state machine over the tags in the text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from splash_trt.frontend.tools.events import CallArguments, Content, Cutter, Eve
 
 
 class TagReader:
-    """A subclass has a method `_in_STATE(events)` for each state: it takes what the cutter gives, adds what became
-    certain to `events`, and returns False when it needs more text. The first state is "content"."""
+    """A subclass has a method `_in_STATE(events)` for each state: it takes text from the cutter, adds the events that
+    are certain to `events`, and returns False if it needs more text. The first state is "content"."""
 
     def __init__(self) -> None:
         self._cutter = Cutter()
@@ -27,7 +27,7 @@ class TagReader:
         return events
 
     def flush(self) -> list[Event]:
-        """A call that is cut off stays as far as it came; a name that is cut off is nobody's."""
+        """Ends the text. Of a call that is cut off, what came is kept; one whose name is cut off is dropped."""
         events: list[Event] = []
         rest = self._cutter.rest()
         if self._state == "content":
@@ -37,7 +37,7 @@ class TagReader:
         return events
 
     def _cut_off(self, rest: str, events: list[Event]) -> None:
-        """The text ends with `rest` in a state other than content."""
+        """Adds events when the text ends, with `rest` left, in a state other than content."""
         raise NotImplementedError
 
     def _say(self, text: str, events: list[Event]) -> None:

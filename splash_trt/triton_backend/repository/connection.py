@@ -28,20 +28,21 @@ from .protocol import (
 )
 
 LOOK_S = 0.1
-"""Time between two looks for cancelled requests; asking Triton about one costs 15 µs."""
-LATE_S = 1.0  # after a deadline, for the frontend to say so itself
+"""How often to look for cancelled requests; asking Triton about one costs 15 µs."""
+LATE_S = 1.0  # how long after a deadline to wait for the frontend's own error
 HEARTBEAT_MS = 5000
-SILENT_MS = 15000  # a frontend that is stopped or whose machine is gone counts as gone after so long
-MAX_AT_ONCE = 256  # messages taken in before their answers are passed on
+SILENT_MS = 15000  # after so long without a heartbeat the frontend is taken to be gone
+MAX_AT_ONCE = 256  # messages that are read before their events are passed on
 CANCELLED = 499
-"""As an HTTP status: the client went away."""
+"""The HTTP status (nginx's) for a client that went away."""
 
 
 class Client(Protocol):
-    """Who asked. Its methods are called from the connection's thread only, and none after `deliver` returned True."""
+    """Gets the events of one request. Its methods are called only by the connection's thread, and not after `deliver`
+    has returned True."""
 
     def deliver(self, events: list[Event]) -> bool:
-        """True if that was the last."""
+        """Takes events; returns whether the last one was among them."""
 
     def fail(self, failure: Failure) -> None: ...
 
@@ -72,8 +73,8 @@ class Connection(threading.Thread):
         self._new: queue.SimpleQueue[tuple[Generate, Client]] = queue.SimpleQueue()
         self._clients: dict[str, Client] = {}
         self._deadlines: dict[str, float] = {}
-        self._unsent: list[Cancel] = []  # the frontend did not take them yet
-        self._incarnation: str | None = None  # None: nobody has welcomed us on this connection
+        self._unsent: list[Cancel] = []  # the queue to the frontend had no room for them
+        self._incarnation: str | None = None  # the frontend's; None: there was no Welcome on this connection yet
         self._why = f"nothing has answered at {endpoint} yet"
         self._closing = False
         self._wakes, self._waker = socket.socketpair()
@@ -81,7 +82,8 @@ class Connection(threading.Thread):
         self._waker.setblocking(False)
 
     def submit(self, request: Generate, client: Client) -> None:
-        """From any thread. Refused if the frontend is away or too many are under way; the id must be new."""
+        """May be called by any thread. Raises Refused if the frontend is away or too many requests are under way. Ids
+        must be new."""
         with self._lock:
             why = None
             if self._closing:
@@ -97,7 +99,7 @@ class Connection(threading.Thread):
         self._wake()
 
     def close(self) -> None:
-        """Everything under way ends with an error; returns when that is sent."""
+        """Ends all requests under way with an error; returns when that is sent."""
         with self._lock:
             self._closing = True
         self._wake()
@@ -110,9 +112,9 @@ class Connection(threading.Thread):
     def run(self) -> None:
         context = zmq.Context()
         link = context.socket(zmq.DEALER)
-        link.setsockopt(zmq.SNDHWM, 2 * self._max_requests)  # of each a Generate and a Cancel
-        link.setsockopt(zmq.RCVHWM, MAX_AT_ONCE)  # the frontend keeps what we do not take
-        link.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a frontend that is not there
+        link.setsockopt(zmq.SNDHWM, 2 * self._max_requests)  # a Generate and a Cancel for each request
+        link.setsockopt(zmq.RCVHWM, MAX_AT_ONCE)  # the frontend keeps what we do not read
+        link.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a frontend that is not there
         link.setsockopt(zmq.LINGER, 500)
         link.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         link.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
@@ -182,7 +184,7 @@ class Connection(threading.Thread):
             self._unsent.append(cancel)
 
     def _receive(self, link: zmq.Socket[bytes]) -> None:
-        """What came together for one request is passed on together: it costs Triton as much as one token."""
+        """Reads messages. Events of one request are passed on together, which costs Triton no more than one event."""
         events: dict[str, list[Event]] = {}
         for _ in range(MAX_AT_ONCE):
             try:
@@ -208,7 +210,7 @@ class Connection(threading.Thread):
 
     def _take(self, message: FromFrontend) -> tuple[Event, ...]:
         if isinstance(message, Frames):
-            # Those of a frontend that ended can still be in the queue when the next one has answered.
+            # Frames of a frontend that has ended can still be in the queue when the next one has answered.
             return message.events if message.incarnation == self._incarnation else ()
         if message.version != VERSION:
             self._why = f"it speaks version {message.version} of the protocol and this model version {VERSION}"
@@ -233,7 +235,7 @@ class Connection(threading.Thread):
             self._fail_all("the Splash-TRT frontend went away; send the request again")
 
     def _look(self, link: zmq.Socket[bytes]) -> None:
-        """Cancelled requests, and those whose deadline the frontend has missed."""
+        """Ends requests that were cancelled, and those whose deadline the frontend has missed."""
         now = time.monotonic()
         unsent, self._unsent = self._unsent, []
         for cancel in unsent:

@@ -1,7 +1,7 @@
-"""From a Triton request's tensors and parameters to what the frontend is asked, in the names of /v1/completions.
+"""Makes a body of /v1/completions of a Triton request's tensors and parameters.
 
-The tensors are those of the vLLM backend and of TensorRT-LLM's `ensemble` and `tensorrt_llm_bls`, in one request mixed
-as one likes. Where they say the same, the tensor wins over `sampling_parameters`, and both over request parameters.
+The tensors are those of the vLLM backend and of TensorRT-LLM's `ensemble` and `tensorrt_llm_bls`; one request may mix
+them. For the same field, a tensor takes precedence over `sampling_parameters`, and both over request parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MICROSECONDS = 1_000_000
 
 
 class Tensor(Protocol):
-    """pb_utils.Tensor, as far as it is used here."""
+    """The part of pb_utils.Tensor that is used here."""
 
     def name(self) -> str: ...
 
@@ -24,7 +24,7 @@ class Tensor(Protocol):
 
 
 class TritonRequest(Protocol):
-    """pb_utils.InferenceRequest likewise. parameters: JSON; timeout: microseconds, 0 for none."""
+    """The part of pb_utils.InferenceRequest that is used here. parameters: JSON; timeout: microseconds, 0: none."""
 
     def inputs(self) -> list[Tensor]: ...
 
@@ -35,18 +35,18 @@ class TritonRequest(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """One request as the client means it."""
+    """A Triton request, translated for the frontend."""
 
     body: dict[str, Any]
     """Fields of /v1/completions."""
     stream: bool
     prefix: str
-    """What the answer's text begins with: the prompt or nothing."""
+    """What the answer's text begins with: the prompt, or nothing."""
     outputs: frozenset[str]
-    """Names of the outputs asked for beside the text."""
+    """Names of the outputs that are asked for in addition to the text."""
     deadline_s: float | None
     names: dict[str, str]
-    """Field of the body -> the client's name for it, where that is another one."""
+    """{field of the body: the client's name for it}, where they differ."""
 
 
 COPIED = {
@@ -60,7 +60,7 @@ COPIED = {
     "min_length": "min_tokens",
     "min_tokens": "min_tokens",
 }
-"""Tensor -> field of the body. TensorRT-LLM renamed two of them; both names are taken."""
+"""{tensor: field of the body}. TensorRT-LLM has renamed two of them; old and new names are taken."""
 
 FLAGS = {
     "return_finish_reason": ("finish_reason",),
@@ -70,7 +70,7 @@ FLAGS = {
     "return_num_output_tokens": ("num_output_tokens",),
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
 }
-"""Tensor -> outputs that it asks for."""
+"""{tensor: outputs that it asks for}."""
 
 OF_CHOSEN = frozenset({"cumulative_logprob", "cum_log_probs", "output_log_probs"})
 """Outputs that need the log-probability of every chosen token."""
@@ -100,25 +100,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
 }
-"""Values that ask for nothing, which clients send unasked; null does so for every field."""
+"""Values that have no effect, which clients send all the same; so has null, for every field."""
 
 REFUSED = frozenset(NEUTRAL) - {
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "min_p", "logit_bias"),
     *("stop", "stop_token_ids"),
 }
-"""Fields of which any other value is refused here; the frontend judges the rest."""
+"""Fields of which any other value is refused here; other fields are checked by the frontend."""
 
 FIXED = ("prompt", "model", "stream", "stream_options", "echo", "suffix", "return_token_ids", "user")
-"""Fields of the body that are not the client's to set."""
+"""Fields of the body that clients may not set."""
 
 OF_TRITON = ("timeout", "id", "sequence_id", "sequence_start", "sequence_end", "priority", "binary_data_output")
-"""Request parameters that mean Triton itself."""
+"""Request parameters that are meant for Triton itself."""
 
-STRINGS = ("stop", "bad_words", "guided_decoding")  # every other parameter that comes as a string is JSON in it
+STRINGS = ("stop", "bad_words", "guided_decoding")  # parameters that are strings; strings of others contain JSON
 
 
 def read(request: TritonRequest) -> Question:
-    """ValueError, worded "name: what is wrong", for what this model cannot take."""
+    """Translates a request. Raises ValueError, as "name: what is wrong", for what this model cannot take."""
     tensors = {tensor.name(): np.asarray(tensor.as_numpy()).reshape(-1) for tensor in request.inputs()}
     parameters = _object(request.parameters() or "{}", "parameters")
     prompt = _text(tensors, "text_input")
@@ -140,7 +140,7 @@ def read(request: TritonRequest) -> Question:
 
 
 def _wants_input(tensors: dict[str, Any], stream: bool) -> bool:
-    """Both backends put the prompt before an answer in one piece unless told otherwise, and never before a stream."""
+    """Whether the answer is to begin with the prompt: by default, as in both backends, if it is not a stream."""
     exclude = bool(_scalar(tensors, "exclude_input_in_output", stream))
     if stream and not exclude:
         raise ValueError("exclude_input_in_output: false is not allowed with stream true; leave it out")
@@ -148,7 +148,7 @@ def _wants_input(tensors: dict[str, Any], stream: bool) -> bool:
 
 
 def _deadline_s(request: TritonRequest, parameters: dict[str, Any]) -> float | None:
-    """Triton's timeout, which is in microseconds; 0 is none."""
+    """Triton's timeout in seconds; None if it is 0."""
     timeout = request.timeout() or parameters.get("timeout", 0)
     if not isinstance(timeout, int) or isinstance(timeout, bool) or timeout < 0:
         raise ValueError(f"timeout: {timeout!r} is not allowed; it must be a whole number of microseconds")
@@ -183,7 +183,7 @@ def _stops(tensors: dict[str, Any], body: dict[str, Any], names: dict[str, str])
         if tensor in tensors:
             body[field] = [word for word in (_decoded(item, tensor) for item in tensors[tensor]) if word]
             names[field] = tensor
-    if "end_id" in tensors:  # instead of the model's own; -1: none
+    if "end_id" in tensors:  # in place of the model's own end token; -1: none
         end = _scalar(tensors, "end_id", None)
         body["ignore_eos"] = True
         if end != -1:
@@ -192,7 +192,7 @@ def _stops(tensors: dict[str, Any], body: dict[str, Any], names: dict[str, str])
 
 
 def _checked(body: dict[str, Any]) -> dict[str, Any]:
-    """Without what asks for nothing."""
+    """The body without values that have no effect. Raises ValueError for values that are not supported."""
     kept = {}
     for name, value in body.items():
         if value is None or value in NEUTRAL.get(name, ()):
@@ -219,7 +219,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Clients of the vLLM backend write numbers as strings too."""
+    """The value of a parameter: clients of the vLLM backend may write numbers as strings."""
     if not isinstance(value, str) or name in STRINGS:
         return value
     try:
@@ -229,7 +229,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _scalar(tensors: dict[str, Any], name: str, default: Any) -> Any:
-    """The tensor's one value as Python has it."""
+    """The tensor's single value, as a Python value."""
     if name not in tensors:
         return default
     values = tensors[name]
@@ -239,7 +239,7 @@ def _scalar(tensors: dict[str, Any], name: str, default: Any) -> Any:
         return values[0].item()
     if not np.isfinite(values[0]):
         raise ValueError(f"{name}: {values[0]} is not allowed; it must be a finite number")
-    # 0.7 in 32 bits is meant as 0.7, which is what the same request over HTTP says.
+    # The float32 nearest to 0.7 becomes 0.7, so that the same request over HTTP gives the same answer.
     return float(str(values[0]))
 
 
@@ -257,7 +257,7 @@ def _decoded(value: Any, name: str) -> str:
 
 
 def in_the_clients_words(message: str, param: str | None, names: dict[str, str]) -> str:
-    """The frontend's error with the field as this request called it. param: "seed", or "stop[0]" for a part of one."""
+    """The frontend's error, with the client's name of the field. param: such as "seed", or "stop[0]" for a part."""
     field = (param or "").partition("[")[0]
     if field not in names:
         return message

@@ -1,7 +1,7 @@
 """The model that Triton's Python backend loads: each request becomes one of the frontend's, and its answer comes back.
 
-`execute` keeps nobody waiting: it hands the request to the connection's thread, which answers through its response
-sender. So any number of requests are under way at once in one instance.
+`execute` does not wait: it passes the request to the connection's thread, which answers through the request's response
+sender. So one instance can have any number of requests under way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
-        # Triton takes the batch's axis for granted where the model has one.
+        # If the model has a batch axis, Triton expects it in every output.
         self._lead = (1,) if config["max_batch_size"] else ()
         log = pb_utils.Logger
         self._connection = Connection(
@@ -91,7 +91,7 @@ def _send_failure(sender: Any, failure: Failure) -> None:
 
 
 def _code(status: int) -> Any:
-    """Triton's code for what HTTP says as `status`."""
+    """Triton's error code for an HTTP status."""
     errors = pb_utils.TritonError
     if status in (CANCELLED, 504):
         return errors.CANCELLED

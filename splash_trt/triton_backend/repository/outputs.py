@@ -1,4 +1,4 @@
-"""From a request's events to the values of Triton's output tensors."""
+"""Makes the values of Triton's output tensors of a request's events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .protocol import Event, Token
 
 
 class Answer:
-    """One request's answer as it grows; every response tells what came since the one before."""
+    """One request's answer as it grows; each response has what came since the one before."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -30,7 +30,7 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
-        """A response is due: there is text, or the end. Tokens whose text is held back wait for it."""
+        """Whether to send a response: there is text, or the end. Tokens whose text is held back wait for it."""
         return self.complete or bool(self._question.stream and self._text)
 
     def add(self, events: Sequence[Event]) -> None:
@@ -42,7 +42,7 @@ class Answer:
             self._finish = event.finish
 
     def take(self) -> dict[str, Any]:
-        """Output name -> its values as an array of the type and rank that config.pbtxt says."""
+        """{output name: its values}, as arrays of the types and ranks in config.pbtxt."""
         tokens, num_tokens, text = self._tokens, self._num_tokens, self._text
         self._tokens, self._num_tokens, self._text = [], 0, ""
         self._sum += sum(token.logprob for token in tokens)
@@ -67,7 +67,7 @@ def _strings(text: str) -> Any:
 
 
 def _by_id(token: Token) -> dict[str, dict[str, Any]]:
-    """As the vLLM backend writes them. The rank of a token that is not among the likeliest is not known: null."""
+    """A token's log-probabilities by id, as in the vLLM backend. Ranks beyond the likeliest are unknown: null."""
     chosen = {str(token.id): {"logprob": token.logprob, "rank": None, "decoded_token": token.name}}
     best = {
         str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": name}

@@ -1,7 +1,7 @@
 """Messages between a local client (Triton's model) and the frontend. Encoded with msgpack; decoding runs no code.
 
-A client's first message on every connection is Hello, which is answered by Welcome. Every message to it carries the
-frontend's incarnation, so that those of a frontend that ended are dropped.
+A client's first message on every connection is Hello, to which Welcome is the answer. Every message to a client has the
+frontend's incarnation, so that the client can drop messages of a frontend that has ended.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ VERSION = 1
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a Welcome, whose version says whether the two understand each other."""
+    """Asks for a Welcome, whose version tells the client whether the two understand each other."""
 
     version: int = VERSION
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """One prompt to continue. `id` is the client's own and unique among its living requests."""
+    """One prompt to continue. The client chooses `id`, unique among its requests that have not ended."""
 
     id: str
     body: bytes
     """JSON with the fields of POST /v1/completions and one prompt."""
     stream: bool = True
-    """False: one Event, when everything is known."""
+    """False: there is a single Event, at the end."""
     deadline_s: float | None = None
     """Seconds from its arrival at the frontend after which it is cancelled, with an error."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more is wanted; nothing more comes."""
+    """Cancels a request: no further event of it comes."""
 
     id: str
 
@@ -39,7 +39,7 @@ ToFrontend = Hello | Generate | Cancel
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """logprob: natural logarithm of its probability; name: its text, or its bytes where they are no text."""
+    """A token. name: its text, or its bytes if they are not valid UTF-8; logprob: natural log of its probability."""
 
     id: int
     name: str
@@ -49,7 +49,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a request failed. `status` is what HTTP would say, `param` the field of the body at fault."""
+    """Why a request failed. status: an HTTP status; param: the field of the body at fault."""
 
     status: int
     message: str
@@ -57,7 +57,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What a request's answer grew by. After one with `finish` or `failure` nothing more comes."""
+    """More of a request's answer. One with `finish` or `failure` is the last."""
 
     id: str
     text: str = ""
@@ -71,7 +71,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """What serves here."""
+    """Which model is served, and by which start of the frontend."""
 
     incarnation: str
     model: str
@@ -79,7 +79,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frames(msgspec.Struct, frozen=True, tag=True):
-    """At most one Event for each request."""
+    """Events, at most one for each request."""
 
     incarnation: str
     events: tuple[Event, ...]
