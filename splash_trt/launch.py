@@ -42,8 +42,8 @@ def mpirun_command(num_ranks: int, argv: Sequence[str], *, on_gpus: bool = False
     flags += ["--mca", "btl", f"self,{transport}", "--mca", "mpi_yield_when_idle", "0" if on_gpus else "1"]
     if on_gpus:
         # A plan of up to EAGER_BYTES (a thousand decoding requests) is sent at once. A larger one may wait until rank 0
-        # calls MPI again, which first has to launch its own step. Buffers of that size come from a shared segment of a
-        # few MiB, so fewer than the default of 64 are allocated at a time.
+        # calls MPI again, after it has launched its own step. Buffers of that size come from a shared segment of a few
+        # MiB, so fewer than the default of 64 are allocated at a time.
         sizes = {"eager_limit": EAGER_BYTES, "max_send_size": EAGER_BYTES, "free_list_inc": 8}
         for name, value in sizes.items():
             flags += ["--mca", f"btl_{transport}_{name}", str(value)]

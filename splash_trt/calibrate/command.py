@@ -84,7 +84,7 @@ def _check(path: Path, ranks: int) -> None:
 
 def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | None, run_on: str) -> int:
     """Run this command as the ranks of an mpirun; returns the exit code."""
-    told: list[int] = []
+    signals: list[int] = []
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         line_path = Path(folder) / "lifeline"
         argv = [sys.executable, "-m", "splash_trt", "calibrate", "--engine", str(engine.folder), "--out", str(path)]
@@ -93,20 +93,20 @@ def _start(engine: Engine, ranks: int, path: Path, minutes: float, dtype: str | 
         command = or_fail(lambda: mpirun_command(ranks, argv, on_gpus=run_on.endswith("gpu")))
         line = lifeline.Lifeline(line_path)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: told.append(number))
+            signal.signal(number, lambda number, _: signals.append(number))
         # In a session of its own, so that Ctrl-C reaches this process only, which ends the ranks and waits for them.
         mpirun = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=environment.for_mpirun(), start_new_session=True
         )
         try:
-            while not told and mpirun.poll() is None:
+            while not signals and mpirun.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     mpirun.wait(POLL_S)
         finally:
             end_mpirun(mpirun, 0.0)
             line.close()
-    if told:
-        return 128 + told[0]
+    if signals:
+        return 128 + signals[0]
     if mpirun.returncode < 0:
         last_words(f"splash-trt: mpirun {how_it_ended(mpirun.returncode)}")
         return EXIT_FAILED

@@ -147,7 +147,7 @@ def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progr
     bench.visit(reference)
     before = bench.visit(reference)[1]
     all_references = list(before)
-    begin = told = time.monotonic()
+    begin = reported = time.monotonic()
     visits = 0
     while visits < MIN_CELLS or time.monotonic() - begin < seconds:
         if visits % len(cells) == 0:
@@ -160,8 +160,8 @@ def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progr
         before = after
         visits += 1
         now = time.monotonic()
-        if now - told > TELL_S:
-            told = now
+        if now - reported > TELL_S:
+            reported = now
             share = min(1.0, (now - begin) / seconds) if seconds else 1.0
             progress(f"{share:.0%}: {visits} visits of {len(cells)} steps")
     unit = float(np.median(all_references))

@@ -66,8 +66,8 @@ class LengthsOption(click.ParamType):
 @click.command("capacity")
 @click.option("--model", type=click.Path(path_type=Path), required=True, help="A config.json, or its folder.")
 @click.option("--device", help="A built-in device or a JSON file; its memory, times --memory-share, is the arena.")
-@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
-@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
+@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena, as with `serve`; without --device.")
+@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one per device.")
 @click.option("--memory-share", type=Number(0, 1, above=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,

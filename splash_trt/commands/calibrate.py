@@ -27,7 +27,7 @@ def calibrate_command(
     run_on: str,
     lifeline_path: Path | None,
 ) -> None:
-    """Measure steps under every layout, and fit the description of this machine that the scheduler reckons with."""
+    """Measure steps under every layout, and fit the description of this machine that the scheduler decides by."""
     from splash_trt.calibrate.command import calibrate_engine
 
     calibrate_engine(folder, ranks, out, minutes, dtype, run_on, lifeline_path)

@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "calibrate": Entry(
         "splash_trt.commands.calibrate:calibrate_command",
-        "Measure steps under every layout, and fit the description of this machine that the scheduler reckons with.",
+        "Measure steps under every layout, and fit the description of this machine that the scheduler decides by.",
     ),
     "capacity": Entry(
         "splash_trt.capacity.command:capacity_command",

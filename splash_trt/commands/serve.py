@@ -18,7 +18,7 @@ OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throug
 MEMORY_HELP = "One rank's arena: weights, workspaces and cache; default on GPUs: 85 % of the smallest one's memory."
 ROUTING_HELP = "Random experts instead of the router's, for performance work with random weights; outputs are nonsense."
 OPERATORS_HELP = "On GPUs: our own kernels alone, or auto: TensorRT-LLM's too where they are right and faster."
-DEVICE_HELP = "What auto takes the ranks' devices for; default: the engine's calibration, else this machine."
+DEVICE_HELP = "The devices' description that auto decides by; default: the engine's calibration, else this machine."
 
 
 @click.command("serve")

@@ -56,7 +56,7 @@ class SwitchMetrics:
         """Takes a report. Switches end one at a time, in order; a stall is reported at the end or soon after."""
         record, number = report.record, report.number
         self._records[number] = record
-        if report.is_past:  # it happened before this frontend was connected, so others have counted it
+        if report.is_past:  # a repeated report: frontends that were connected before have counted what it says
             self._ended_to = max(self._ended_to, number if record.get("ended") else 0)
             self._stalled_to = max(self._stalled_to, number if record.get("stall_s") is not None else 0)
         while len(self._records) > MAX_KEPT:

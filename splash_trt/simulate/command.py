@@ -61,7 +61,7 @@ class Labels(click.ParamType):
 @click.command("simulate")
 @click.option("--model", type=click.Path(path_type=Path), required=True, help="A config.json, or its folder.")
 @click.option("--device", required=True, help="A built-in device or a JSON file.")
-@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
+@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one per device.")
 @click.option("--trace", required=True, metavar="FILE|NAME[:K=V,…]",
               help="Azure's CSV or Mooncake's .jsonl, or a load made from numbers: "
                    f"{', '.join(generators.names())}.")  # fmt: skip
@@ -73,7 +73,7 @@ class Labels(click.ParamType):
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @experts_option
-@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
+@click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena, as with `serve`.")
 @click.option("--memory-share", type=Number(0, 1, above=True),
               help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
 @click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
@@ -223,13 +223,13 @@ def _progress(bar: Any, num_requests: int) -> Any:
         before = len(begun) * num_requests
         begun.append(label)
 
-        def told(seconds: float, ended: int) -> None:
+        def show(seconds: float, ended: int) -> None:
             if sys.stderr.isatty():  # in a file, each new label would be a line
                 bar.label = f"Simulating {label}, {seconds:.0f} s"
             bar.update(before + ended - bar.pos)
 
         bar.update(before - bar.pos)
-        return told
+        return show
 
     return of
 

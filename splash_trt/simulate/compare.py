@@ -87,12 +87,12 @@ def compare(
     limit = min(longest_request(model, config) for config in deployments.values())
 
     def run(label: str, source: Any) -> Outcome:
-        told = None if progress is None else progress(label)
+        reports = None if progress is None else progress(label)
         if label == CEILING:
-            return ceiling(model, deployments[AUTO], cost, source, progress=told)
+            return ceiling(model, deployments[AUTO], cost, source, progress=reports)
         config = deployments[label]
         made = policy(config) if label == AUTO else None
-        return simulate(model, config, cost, source, label=label, policy=made, progress=told)
+        return simulate(model, config, cost, source, label=label, policy=made, progress=reports)
 
     outcomes: dict[str, Outcome] = {}
     if isinstance(load, Adversary):
