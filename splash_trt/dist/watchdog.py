@@ -2,12 +2,12 @@
 
 A second thread of the rank looks at the board a few times a second. It never calls MPI, since that is where a rank that
 hangs is stuck. It ends the process when
-- the rank has been in one phase (of a step, a collective, its start-up) for longer than the deadline,
-- this rank idles, and another rank of the node has given no sign of life for that long: that process is stopped,
+- the rank has been in one phase other than idle (computing, a collective, its start-up) for longer than the deadline,
+- this rank idles, and another rank of the node has given no sign of life for that long, as its process is stopped,
 - SIGTERM arrives, which mpirun sends to the other ranks when one has died,
 - the parent process is gone: mpirun was killed, which ranks can survive. They also remove what mpirun would have
   removed.
-It ends it with os._exit, upon which mpirun ends the other ranks.
+It uses os._exit, upon which mpirun ends the other ranks.
 """
 
 from __future__ import annotations

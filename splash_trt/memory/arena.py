@@ -37,8 +37,8 @@ class Arena:
         return self._bytes[offset:end].view(dtype).view(shape)
 
     def pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[num pages under SHARD, *shape]: all pages that there can be. The last ones share their bytes with the other
-        ranks' heads, of which only one of the two is valid at a time."""
+        """[num pages under SHARD, *shape]: all pages that there can be. The last ones are in the bytes of the other
+        ranks' heads, and hold cache rows only while those are not there."""
         count = self.sizes.num_pages(Residency.SHARD)
         return self.view(self.sizes.pages_offset, (count, *shape), dtype)
 
