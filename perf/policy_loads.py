@@ -32,6 +32,8 @@ MAX_BATCH_TOKENS = 16384
 MAX_RUNNING = 2048
 MIGRATION_BYTES = 128 << 20
 """In a step of 10 ms: 13 GB/s, which cost a memory-bound step on an H200 below 1 % when it was measured."""
+MAX_SLOWDOWN = 0.005
+"""As for ranks on GPUs (splash_trt/dist/place.py)."""
 PHASES = (3, 6)  # from, and below
 CROWD_TOKENS = 1_500_000
 """Half of what the largest crowds want: more than TP's cache holds, less than DP's. Crowds beyond DP's cache would take
@@ -66,6 +68,7 @@ class Deployment:
             max_batch_tokens=MAX_BATCH_TOKENS,
             max_running=MAX_RUNNING,
             migration_bytes=MIGRATION_BYTES,
+            migration_max_slowdown=MAX_SLOWDOWN,
         )
 
     def __str__(self) -> str:
