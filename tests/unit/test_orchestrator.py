@@ -42,8 +42,9 @@ class Loop:
         config = EngineConfig(
             num_ranks=2, layouts=tuple(Layout), page_tokens=4, max_batch_tokens=32, max_running=8
         )
-        pages = {residency: (14, 14) for residency in Residency}
-        sizes = Sizes(page_tokens=4, row_bytes=64, itemsize=4, heads=(1, 1), head_numbers=(100, 7), pages=pages)
+        pages: tuple[int, ...] = (14, 14)
+        room = {residency: pages for residency in Residency}
+        sizes = Sizes(page_tokens=4, row_bytes=64, itemsize=4, heads=(1, 1), head_numbers=(100, 7), pages=room)
         ranks = SimulatedRanks(config, sizes)
 
         def execute(plan: Plan) -> Any:
