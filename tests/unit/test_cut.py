@@ -54,6 +54,17 @@ def test_no_lengths_are_too_much(queries: int) -> None:
             check(length, cut(length, heads, num_sms))
 
 
+@pytest.mark.parametrize("queries", [0, 1, 65, 300])
+def test_where_nothing_is_read_nothing_is_weighed(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of prompts alone: the parts are those of any size, found without looking for one."""
+    length = np.zeros(queries, np.int32)
+    expected = parts_of(length, 1)
+    check(length, expected)
+    monkeypatch.delattr("splash_plugins.mla_attention.cut.part_tiles")
+    for heads in (0, 10, 128):
+        assert all((x == y).all() for x, y in zip(cut(length, heads), expected, strict=True))
+
+
 def test_a_rank_may_have_no_head() -> None:
     length = np.array([500, 0, 70], np.int32)
     check(length, cut(length, 0))
