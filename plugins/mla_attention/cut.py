@@ -37,6 +37,11 @@ class Parts:
     twice extra_parts(A) hold what is to be merged."""
 
 
+def num_sms_of(device: torch.device) -> int:
+    """A GPU's own; on others, where parts are the same work in other pieces, an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+
+
 def extra_parts(queries: int) -> int:
     """Parts beyond one a query, at most, which with A are the arrays' size, as a captured graph fixes it. One context
     of few can fill an H200; of many only the longest are cut, and room that is not used takes time too."""
