@@ -28,6 +28,8 @@ class Layout(enum.IntEnum):
 DTYPES = ("float64", "float32", "bfloat16")
 PLAN_DTYPES = ("float32", "bfloat16")  # that TensorRT's networks are built in
 RUN_ON = ("cpu", "gpu")
+RUN_ON_PLACES = (*RUN_ON, "shared-gpu")  # what ranks are started on
+RUN_ON_WISHES = ("auto", *RUN_ON_PLACES)  # of which splash_trt/dist/place.py makes one of RUN_ON
 SIMULATED_ROUTING = ("", "uniform")
 OPERATORS = ("auto", "own")
 EXPERTS_CUTS = ("whole", "inside")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from splash_trt import interruption
-from splash_trt.config import DTYPES, EXPERTS_CUTS, FORMATS, Formats
+from splash_trt.config import DTYPES, EXPERTS_CUTS, FORMATS, RUN_ON_WISHES, Formats
 
 FORMAT_ALIASES = {"bf16": "bfloat16"}
 FORMAT_NAMES = (*FORMAT_ALIASES, *FORMATS)
@@ -17,7 +17,7 @@ DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 run_on_option = click.option(
-    "--run-on", type=click.Choice(["auto", "cpu", "gpu", "shared-gpu"]), default="auto", show_default=True,
+    "--run-on", type=click.Choice(RUN_ON_WISHES), default=RUN_ON_WISHES[0], show_default=True,
     help="auto: GPUs where every rank has one; shared-gpu: GPUs, however few: to try it, slowly.",
 )  # fmt: skip
 experts_option = click.option(

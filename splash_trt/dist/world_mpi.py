@@ -29,9 +29,9 @@ EXIT_ERROR = 1
 class MpiWorld:
     """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
 
-    run_on is one of place.CHOICES; "auto" means GPUs if every rank of every node has one. A rank's GPU is the one whose
-    number the rank has among those of its node; with "shared-gpu" they begin anew where GPUs end. Raises ValueError if
-    a node has too few GPUs for that.
+    run_on is one of config.RUN_ON_WISHES; "auto" means GPUs if every rank of every node has one. A rank's GPU is the
+    one whose number the rank has among those of its node; with "shared-gpu" they begin anew where GPUs end. Raises
+    ValueError if a node has too few GPUs for that.
 
     From here on an exception that nothing catches, on any thread, and an exit without `close` end all ranks (MPI alone
     would leave the others waiting).
