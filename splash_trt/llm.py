@@ -16,10 +16,10 @@ import msgspec
 import torch
 
 from splash_trt import environment
-from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
+from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name
 from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig

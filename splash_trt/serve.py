@@ -20,9 +20,9 @@ import msgspec
 
 from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
-from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
+from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message

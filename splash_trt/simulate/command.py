@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from splash_trt.config import EngineConfig, Layout
+from splash_trt.config import DEFAULTS, EngineConfig, Layout
 from splash_trt.memory.map import model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.planning import load_for_planning
@@ -247,6 +247,7 @@ def _memory(options: Options, device: Device) -> tuple[int, str]:
 
 
 def _config(options: Options, memory: int, device: Device) -> EngineConfig:
+    slowdown = DEFAULTS[device.run_on].get("migration_max_slowdown", EngineConfig.migration_max_slowdown)
     return EngineConfig(
         num_ranks=options.num_ranks,
         dtype=format_of(options.dtype),
@@ -258,6 +259,7 @@ def _config(options: Options, memory: int, device: Device) -> EngineConfig:
         max_context=options.max_context,
         experts_cut=options.experts_cut,
         migration_bytes=device.migration_bytes if options.migration_bytes is None else options.migration_bytes,
+        migration_max_slowdown=slowdown,
     )
 
 

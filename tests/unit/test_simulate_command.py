@@ -43,6 +43,12 @@ def test_a_table_with_its_assumptions_and_the_same_as_json(tmp_path: Path) -> No
     assert len(by["tp"]["series"]["time_s"]) == len(by["tp"]["series"]["cache"]) > 0
 
 
+@pytest.mark.parametrize(("device", "said"), [("cpu", "may slow steps by 5%"), ("h200", "may slow steps by 0.5%")])
+def test_switches_have_the_limit_of_ranks_on_such_devices(device: str, said: str) -> None:
+    result = called("--layouts", "tp", "--device", device)
+    assert result.exit_code == 0 and said in result.output, result.output
+
+
 def test_the_same_command_prints_the_same() -> None:
     first = called("--layouts", "auto,tp,dp")
     assert first.exit_code == 0 and first.output == called("--layouts", "auto,tp,dp").output
