@@ -13,6 +13,7 @@ from splash_trt.config import DTYPES, EXPERTS_CUTS, FORMATS, Formats
 FORMAT_ALIASES = {"bf16": "bfloat16"}
 FORMAT_NAMES = (*FORMAT_ALIASES, *FORMATS)
 DTYPE_NAMES = (*FORMAT_ALIASES, *DTYPES)
+MORE_ROOM = "take more ranks, more memory a rank, or smaller formats such as --weights fp8"
 DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

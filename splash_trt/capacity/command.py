@@ -18,6 +18,7 @@ from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
+    MORE_ROOM,
     Number,
     Size,
     experts_option,
@@ -82,14 +83,22 @@ class LengthsOption(click.ParamType):
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 def capacity_command(as_json: bool, **options: Any) -> None:
-    """Say how much cache each layout has beside the weights."""
+    """Say how much cache each layout has beside the weights.
+
+    The exit code is 2 if none has any.
+    """
     report = or_fail(lambda: _report(**options))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=1))
-        return
-    click.echo(format_assumptions(report.assumptions))
-    for found in report.cases:
-        click.echo("\n" + format_case(found, report.page_tokens))
+    else:
+        click.echo(format_assumptions(report.assumptions))
+        for found in report.cases:
+            click.echo("\n" + format_case(found, report.page_tokens))
+    if all(room.no_room for found in report.cases for room in found.layouts):
+        given = "--memory" if options["device"] is None else "--device"
+        raise click.ClickException(
+            f"{given}: {report.memory_bytes:,} bytes a rank have no room for a page of cache in any layout; {MORE_ROOM}"
+        )
 
 
 def _report(

@@ -23,6 +23,7 @@ from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
+    MORE_ROOM,
     Number,
     Size,
     experts_option,
@@ -143,8 +144,7 @@ def run(options: Options) -> Comparison:
     memory, origin = _memory(options, device)
     base = _config(options, memory, device)
     refuse_cut(model, base)
-    for config in configs(base, options.layouts).values():
-        model_sizes(model, config)  # says which rank lacks how much, before anything runs
+    _check_room(model, base, options, origin)
     cost = CostModel(model, base, device)
     load = open_load(options)
     total = load.num_requests * (len(options.layouts) + (AUTO in options.layouts))
@@ -244,6 +244,18 @@ def _memory(options: Options, device: Device) -> tuple[int, str]:
         raise ValueError(f"memory_bytes: {device.name} does not say how much memory it has; give --memory BYTES")
     share = DEFAULT_SHARE if options.memory_share is None else options.memory_share
     return int(device.memory_bytes * share), f"{100 * share:g} % of {device.memory_bytes:,} bytes"
+
+
+def _check_room(model: ModelConfig, base: EngineConfig, options: Options, origin: str) -> None:
+    """ValueError says which rank lacks how much, before anything runs."""
+    try:
+        for config in configs(base, options.layouts).values():
+            model_sizes(model, config)
+    except ValueError as error:
+        if options.memory_bytes is not None:
+            raise ValueError(f"{error}; {MORE_ROOM}") from error
+        _, _, lacking = str(error).partition(": ")
+        raise ValueError(f"device: {origin} are not enough: {lacking}; {MORE_ROOM}") from error
 
 
 def _config(options: Options, memory: int, device: Device) -> EngineConfig:

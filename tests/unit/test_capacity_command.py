@@ -238,7 +238,15 @@ def test_a_layout_without_room_is_said_with_what_it_lacks(written: dict[str, str
         assert f"too small for layout {layout} on rank 0" in rooms[layout]["no_room"]
     assert case["dop_over_dp_percent"] is None and case["dop_over_tp"] == pytest.approx(8)
     table = run(*arguments).stdout
-    assert f"dp: no room: memory_bytes: {memory} is too small" in table and "more than DP" not in table
+    assert f"dp: no room: {memory} is too small" in table and "more than DP" not in table
+
+
+@pytest.mark.parametrize("given", [("--device", "h200"), ("--memory", "100G"), ("--memory", "100G", "--json")])
+def test_no_room_in_any_layout_is_an_error_beside_the_figures(written: dict[str, str], given: tuple[str, ...]) -> None:
+    result = run("--model", written["glm5"], "--ranks", "4", *given)
+    assert result.exit_code != 0 and result.stdout.count("too small for layout") == 4
+    assert "memory_bytes: " not in result.output
+    assert f"Error: {given[0]}: " in result.stderr and "take more ranks, more memory a rank, or" in result.stderr
 
 
 def test_a_quantised_checkpoint_is_read_and_said(written: dict[str, str], tmp_path: Path) -> None:
