@@ -33,6 +33,12 @@ SIMULATED_ROUTING = ("", "uniform")
 OPERATORS = ("auto", "own")
 EXPERTS_CUTS = ("whole", "inside")
 FORMATS = (*DTYPES, "fp8")
+FORMAT_ALIASES = {"bf16": "bfloat16"}
+
+
+def format_of(name: str) -> str:
+    """One of FORMATS, by what a user calls it; what is none stays as it is."""
+    return FORMAT_ALIASES.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +58,10 @@ class Formats:
     def __post_init__(self) -> None:
         for field in ("weights", "attention", "cache"):
             value = getattr(self, field)
-            if value is not None and value not in FORMATS:
+            known = None if value is None else format_of(value)
+            if known not in (None, *FORMATS):
                 raise ValueError(f"formats.{field}: {value!r} is not one of {', '.join(FORMATS)}")
+            object.__setattr__(self, field, known)
 
 MOST_MEMORY_BYTES = 1 << 50
 MOST_MIGRATION_BYTES = 1 << 40
@@ -137,6 +145,7 @@ class EngineConfig:
     time, for measurements that need few."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", format_of(self.dtype))
         for layout in (self.layout, *self.layouts):
             if not isinstance(layout, Layout):
                 field = "layout" if layout is self.layout else "layouts"

@@ -11,7 +11,7 @@ import click
 
 from splash_trt.capacity.report import CUTS, Case, Lengths, case, num_parameters
 from splash_trt.capacity.table import format_assumptions, format_case, format_count
-from splash_trt.config import EngineConfig
+from splash_trt.config import EngineConfig, Formats
 from splash_trt.models.planning import load_for_planning
 from splash_trt.models.runnable import refuse_cut
 from splash_trt.options import (
@@ -22,8 +22,6 @@ from splash_trt.options import (
     Number,
     Size,
     experts_option,
-    format_of,
-    formats_of,
     or_fail,
 )
 from splash_trt.scheduler.device import Device
@@ -123,8 +121,8 @@ def _report(
     configs = [
         EngineConfig(
             num_ranks=num_ranks,
-            dtype=format_of(dtype),
-            formats=formats_of(weights=weights, attention=choice, cache=cache),
+            dtype=dtype,
+            formats=Formats(weights=weights, attention=choice, cache=cache),
             memory_bytes=memory,
             page_tokens=page_tokens,
             experts_cut=experts_cut,

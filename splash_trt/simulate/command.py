@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from splash_trt.config import DEFAULTS, EngineConfig, Layout
+from splash_trt.config import DEFAULTS, EngineConfig, Formats, Layout
 from splash_trt.memory.map import model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.planning import load_for_planning
@@ -27,8 +27,6 @@ from splash_trt.options import (
     Number,
     Size,
     experts_option,
-    format_of,
-    formats_of,
     or_fail,
 )
 from splash_trt.orchestrator import cost_policy
@@ -262,8 +260,8 @@ def _config(options: Options, memory: int, device: Device) -> EngineConfig:
     slowdown = DEFAULTS[device.run_on].get("migration_max_slowdown", EngineConfig.migration_max_slowdown)
     return EngineConfig(
         num_ranks=options.num_ranks,
-        dtype=format_of(options.dtype),
-        formats=formats_of(weights=options.weights, attention=options.attention, cache=options.cache),
+        dtype=options.dtype,
+        formats=Formats(weights=options.weights, attention=options.attention, cache=options.cache),
         memory_bytes=memory,
         page_tokens=options.page_tokens,
         max_batch_tokens=options.max_batch_tokens,
