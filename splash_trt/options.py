@@ -14,6 +14,10 @@ FORMAT_NAMES = (*FORMAT_ALIASES, *FORMATS)
 DTYPE_NAMES = (*FORMAT_ALIASES, *DTYPES)
 MORE_ROOM = "take more ranks, more memory a rank, or smaller formats such as --weights fp8"
 DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
+SHARE_HELP = (
+    f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}, weights and cache as published figures count "
+    "them; `serve` on GPUs takes 0.85, since CUDA graphs and activations are beside the arena."
+)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 run_on_option = click.option(

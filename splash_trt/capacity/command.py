@@ -19,6 +19,7 @@ from splash_trt.options import (
     DTYPE_NAMES,
     FORMAT_NAMES,
     MORE_ROOM,
+    SHARE_HELP,
     Number,
     Size,
     experts_option,
@@ -67,8 +68,7 @@ class LengthsOption(click.ParamType):
 @click.option("--device", help="A built-in device or a JSON file; its memory, times --memory-share, is the arena.")
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
 @click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one a device.")
-@click.option("--memory-share", type=Number(0, 1, above=True),
-              help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
+@click.option("--memory-share", type=Number(0, 1, above=True), help=SHARE_HELP)
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--attention", type=click.Choice([*FORMAT_NAMES, BOTH]),

@@ -24,6 +24,7 @@ from splash_trt.options import (
     DTYPE_NAMES,
     FORMAT_NAMES,
     MORE_ROOM,
+    SHARE_HELP,
     Number,
     Size,
     experts_option,
@@ -73,8 +74,7 @@ class Labels(click.ParamType):
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @experts_option
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena itself, as of `serve`.")
-@click.option("--memory-share", type=Number(0, 1, above=True),
-              help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
+@click.option("--memory-share", type=Number(0, 1, above=True), help=SHARE_HELP)
 @click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
 @click.option("--max-running", type=int, default=1024, show_default=True, help="Most requests that hold cache.")
 @click.option("--max-context", type=int, help="Longest prompt + output; default: the model's.")

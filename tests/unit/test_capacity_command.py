@@ -19,6 +19,7 @@ from splash_trt.capacity.report import Lengths, largest_batch
 from splash_trt.capacity.table import format_count
 from splash_trt.commands.group import COMMANDS, commands
 from splash_trt.config import EXPERTS_CUTS, EngineConfig, Formats, Layout
+from splash_trt.dist.place import MEMORY_SHARE
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map
 from splash_trt.scheduler.devices import load_device
@@ -296,6 +297,12 @@ def test_experts_are_cut_by_the_server_s_option(name: str) -> None:
     of = {command: {p.name: p for p in COMMANDS[command].load().params} for command in (name, "serve")}
     mine, server = (of[command]["experts_cut"].to_info_dict() for command in (name, "serve"))
     assert mine == server
+
+
+@pytest.mark.parametrize("name", ["capacity", "simulate"])
+def test_the_share_that_a_server_takes_is_said(name: str) -> None:
+    (option,) = (parameter for parameter in COMMANDS[name].load().params if parameter.name == "memory_share")
+    assert isinstance(option, click.Option) and f"`serve` on GPUs takes {MEMORY_SHARE}," in str(option.help)
 
 
 def test_it_is_one_of_the_commands() -> None:
