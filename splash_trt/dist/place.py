@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from splash_trt.config import RUN_ON_WISHES
@@ -13,20 +11,6 @@ MEMORY_SHARE = 0.85
 """Of a GPU's memory, for a rank's arena where nobody says how much. The rest is the CUDA context's and NCCL's, CUDA
 graphs' and a step's activations."""
 _MEMORY_UNIT = 2 << 20  # device memory comes in pieces of this
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "gpu": {
-        "dtype": "bfloat16",
-        # Measured on two H200s: the larger a step, the more of its time goes into products.
-        "max_batch_tokens": 8192,
-        "max_running": 512,
-        # Likewise: 128 MiB in 10 ms by copy engine lengthen a memory-bound step by less than 0.35 %.
-        "migration_bytes": 128 << 20,
-        "migration_max_slowdown": 0.005,
-    },
-}
-"""By EngineConfig.run_on: fields that have another default there."""
 
 
 def num_gpus() -> int:
