@@ -13,6 +13,7 @@ from splash_engines.manifest import TOKENIZER, VERSION, Manifest, check_file, ro
 from splash_engines.open import Engine, check_config, num_bytes, read_engine, referred_config
 from splash_engines.tensorrt.store import describe_plans
 from splash_trt.models.config import LayerKind, ModelConfig
+from splash_trt.scheduler.devices import calibrated_ranks, calibration_file
 
 
 def inspect_engine(folder: Path) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
         "experts": _experts_stored(manifest),
         "checkpoint": manifest.origin.folder,
         "plans": describe_plans(folder),
+        "calibrations": [calibration_file(folder, ranks).name for ranks in calibrated_ranks(folder)],
         "tokenizer": sorted(Path(f.name).name for f in manifest.files if f.name.startswith(TOKENIZER + "/")),
         "checks": _checks(engine),
     }
@@ -59,6 +61,7 @@ def format_inspection(inspection: Mapping[str, Any]) -> str:
         ("experts", inspection["experts"]),
         ("checkpoint", inspection["checkpoint"]),
         ("plans", inspection["plans"]),
+        ("calibrations", ", ".join(inspection["calibrations"]) or "none"),
         ("tokenizer", ", ".join(inspection["tokenizer"]) or "none"),
     ]
     checks: Mapping[str, str] = inspection["checks"]

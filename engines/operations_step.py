@@ -14,7 +14,7 @@ from splash_engines.operations import Here, random_of, torch_candidate, triton_c
 from splash_engines.registry import Candidate, Case, Function, Operation, relative_error
 from splash_plugins.grouped_experts.reference import sum_of_experts
 from splash_plugins.lse_merge.reference import lse_merge
-from splash_plugins.mla_attention.cut import Parts, cut
+from splash_plugins.mla_attention.cut import Parts, cut, num_sms_of
 from splash_plugins.mla_attention.decode_reference import decode
 from splash_plugins.norm.reference import add_norm
 from splash_plugins.silu_mul.reference import silu_mul
@@ -111,7 +111,8 @@ def attention(here: Here) -> Operation:
         lists = [x.to(torch.int32) for x in (tables, slot, torch.zeros_like(slot), length)]
         q = random_of(case, g, tokens, case["heads"], width)
         out = _unset(q, tokens, case["heads"], case["latent"]), _unset(q, tokens, case["heads"], dtype=torch.float32)
-        parts = Parts(*(torch.from_numpy(x).to(device) for x in cut(length.cpu().numpy(), case["heads"])))
+        found = cut(length.cpu().numpy(), case["heads"], num_sms_of(device))
+        parts = Parts(*(torch.from_numpy(x).to(device) for x in found))
         return q, pool, *lists, parts, 1, case["latent"], width**-0.5, *out
 
     close = relative_error(2e-2)

@@ -25,7 +25,7 @@ from perf.engines.step_ranks import check
 from splash_trt import environment
 from splash_trt.calibrate.run import Calibration, calibrate
 from splash_trt.calibrate.run import report as told
-from splash_trt.config import EXPERTS_CUTS, Layout
+from splash_trt.config import EXPERTS_CUTS, RUN_ON_PLACES, Layout
 from splash_trt.dist.world import ThreadWorld, World
 from splash_trt.launch import mpirun_command, run_under_mpi
 from splash_trt.llm import LLM
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", action="store_true", help="ranks are threads, measured by CPU time")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to measure for")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu", "shared-gpu"])
+    parser.add_argument("--run-on", default="cpu", choices=RUN_ON_PLACES)
     parser.add_argument("--model", type=Path, help="folder with a config.json, for random weights and uniform routing; "
                         "default: models/splash-tiny as it is")  # fmt: skip
     parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)

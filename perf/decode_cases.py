@@ -22,7 +22,7 @@ from splash_plugins.few_rows.kernel import gated, linear
 from splash_plugins.latent_rows import reference as latent_reference
 from splash_plugins.latent_rows.kernel import latent_rows
 from splash_plugins.mla_attention import decode_reference
-from splash_plugins.mla_attention.cut import Parts, cut, parts_of
+from splash_plugins.mla_attention.cut import Parts, cut, num_sms_of, parts_of
 from splash_plugins.mla_attention.decode_kernel import decode
 from splash_plugins.norm import reference as norm_reference
 from splash_plugins.norm.kernel import add_norm
@@ -66,7 +66,7 @@ class Attention:
 def parts_on_gpu(lengths: Sequence[int], heads: int, size: int | None = None) -> Parts:
     """As the host cuts contexts, or of `size` tiles at most."""
     length = np.array(lengths, np.int32)
-    found = cut(length, heads) if size is None else parts_of(length, size)
+    found = cut(length, heads, num_sms_of(torch.device("cuda"))) if size is None else parts_of(length, size)
     return Parts(*(torch.from_numpy(array).cuda() for array in found))
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from perf.harness import ROOT
-from splash_trt.config import EngineConfig, Layout
-from splash_trt.dist.place import CHOICES, run_on_of
+from splash_trt.config import RUN_ON_WISHES, EngineConfig, Layout
+from splash_trt.dist.place import run_on_of
 from splash_trt.dist.world import World
 from splash_trt.launch import run_under_mpi
 from splash_trt.models.families import load_config
@@ -131,7 +131,7 @@ def report(found: dict[tuple[str, str], Compared]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-on", default="auto", choices=CHOICES)
+    parser.add_argument("--run-on", default="auto", choices=RUN_ON_WISHES)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--at", type=int, default=8, help="tokens that each has when the switch begins")

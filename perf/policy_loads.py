@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splash_trt.config import EngineConfig, Formats, Layout
+from splash_trt.config import DEFAULTS, EngineConfig, Formats, Layout
 from splash_trt.memory.map import capacity
 from splash_trt.models.config import ModelConfig
 from splash_trt.orchestrator import cost_policy
@@ -30,8 +30,8 @@ LABELS = (*FIXED, AUTO, CEILING)
 MEMORY_SHARE = 0.9
 MAX_BATCH_TOKENS = 16384
 MAX_RUNNING = 2048
-MIGRATION_BYTES = 128 << 20
-"""In a step of 10 ms: 13 GB/s, which cost a memory-bound step on an H200 below 1 % when it was measured."""
+MIGRATION = {field: value for field, value in DEFAULTS["gpu"].items() if field.startswith("migration_")}
+"""What a server on GPUs gives a switch."""
 PHASES = (3, 6)  # from, and below
 CROWD_TOKENS = 1_500_000
 """Half of what the largest crowds want: more than TP's cache holds, less than DP's. Crowds beyond DP's cache would take
@@ -65,7 +65,7 @@ class Deployment:
             memory_bytes=int(self.device.memory_bytes * MEMORY_SHARE),
             max_batch_tokens=MAX_BATCH_TOKENS,
             max_running=MAX_RUNNING,
-            migration_bytes=MIGRATION_BYTES,
+            **MIGRATION,
         )
 
     def __str__(self) -> str:

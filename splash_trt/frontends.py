@@ -44,7 +44,9 @@ BEAT = b"?"
 class _Child:
     """One frontend's process and this process's ends of its two descriptors."""
 
-    def __init__(self, command: list[str], sockets: list[socket.socket]) -> None:
+    def __init__(self, command: list[str], sockets: list[socket.socket], again: bool) -> None:
+        """again: it takes another's place."""
+        self.again = again
         self.lifeline, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -196,7 +198,7 @@ class Frontends:
             began_s=self._began_s,
             again=again,
         )
-        child = self._children[number] = _Child(_command(self._options, member), sockets)
+        child = self._children[number] = _Child(_command(self._options, member), sockets, again)
         self._selector.register(child.lifeline, selectors.EVENT_READ, number)
         self._selector.register(child.output, selectors.EVENT_READ, number)
 
@@ -241,7 +243,7 @@ class Frontends:
             self._selector.unregister(child.output)
             child.close()
             del self._children[number]
-            self._ended(number, child.process.returncode)
+            self._ended(number, child.process.returncode, child.again)
 
     def _end_others(self, number: int) -> None:
         """A signal asked one of them to end: all do."""
@@ -250,12 +252,14 @@ class Frontends:
             if other != number:
                 child.process.send_signal(signal.SIGTERM)
 
-    def _ended(self, number: int, code: int) -> None:
+    def _ended(self, number: int, code: int, again: bool) -> None:
         # One that is still being loaded has no answer to SIGTERM of its own.
         if self._closing or (self._ending and code in (0, -signal.SIGTERM)):
             return
         what = f"{self._name(number)} {how_it_ended(code)}"
-        if not self._restarts or self._ending or code == EXIT_USAGE or self._dies_often():
+        # What was right when the run began is wrong for a while when the engine is built anew in its folder.
+        wrong = code == EXIT_USAGE and not again
+        if not self._restarts or self._ending or wrong or self._dies_often():
             self.code = code if code > 0 else EXIT_FRONTEND
             self._ending = True
             self._failed(self.code, what)

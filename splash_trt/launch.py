@@ -62,7 +62,7 @@ def run_under_mpi(
 ) -> NoReturn:
     """Runs `main` as this rank's program and ends the process with its result as exit code.
 
-    run_on: one of dist/place.py's CHOICES; "auto" means GPUs if every rank has one; world.device says what was chosen.
+    run_on: one of config.RUN_ON_WISHES; "auto" means GPUs if every rank has one; world.device says what was chosen.
     An uncaught exception on any thread of any rank, or a result other than 0, ends all ranks, with rank, step and
     traceback on stderr. `deadline_s` bounds a rank's time in one step, collective or send, `startup_deadline_s` the
     time until its first step.

@@ -6,6 +6,7 @@ on each, and every rank gets the same outputs.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,10 @@ import msgspec
 import torch
 
 from splash_trt import environment
-from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
+from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name
 from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
@@ -69,7 +70,9 @@ class LLM:
         goal = Objective.parse(objective)
         known = None if device is None else load_device(device)
         self.model: ModelConfig = load_config(folder)
-        auto = layout == "auto"
+        auto = layout.lower() == "auto"
+        if not auto and layout.upper() not in Layout.__members__:
+            raise ValueError(f"layout: {layout!r} is not one of auto, tp, dp, cp, dop")
         if auto:
             config.setdefault("layouts", tuple(Layout))
         self._fields = dict(config, num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout))
@@ -146,6 +149,12 @@ class LLM:
     def _requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
+        text = next((prompt for prompt in (prompts, *prompts) if isinstance(prompt, str)), None)
+        if text is not None:
+            raise ValueError(
+                f"prompts: {reprlib.repr(text)} is a text; give a list of token ids for each prompt, such as "
+                "tokenizers.Tokenizer.from_file(FOLDER + '/tokenizer.json').encode(TEXT).ids"
+            )
         wrong = next((prompt for prompt in prompts if not isinstance(prompt, Iterable)), None)
         if wrong is not None:
             raise ValueError(f"prompts: {wrong!r} is not a list of token ids; give one such list for each prompt")

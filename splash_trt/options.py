@@ -8,16 +8,20 @@ from typing import Any
 import click
 
 from splash_trt import interruption
-from splash_trt.config import DTYPES, EXPERTS_CUTS, FORMATS, Formats
+from splash_trt.config import DTYPES, EXPERTS_CUTS, FORMAT_ALIASES, FORMATS, RUN_ON_WISHES
 
-FORMAT_ALIASES = {"bf16": "bfloat16"}
 FORMAT_NAMES = (*FORMAT_ALIASES, *FORMATS)
 DTYPE_NAMES = (*FORMAT_ALIASES, *DTYPES)
+MORE_ROOM = "take more ranks, more memory a rank, or smaller formats such as --weights fp8"
 DEFAULT_SHARE = 0.9  # of a device's memory, for the arena
+SHARE_HELP = (
+    f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}, weights and cache as published figures count "
+    "them; `serve` on GPUs takes 0.85, since CUDA graphs and activations are beside the arena."
+)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 run_on_option = click.option(
-    "--run-on", type=click.Choice(["auto", "cpu", "gpu", "shared-gpu"]), default="auto", show_default=True,
+    "--run-on", type=click.Choice(RUN_ON_WISHES), default=RUN_ON_WISHES[0], show_default=True,
     help="auto: GPUs where every rank has one; shared-gpu: GPUs, however few: to try it, slowly.",
 )  # fmt: skip
 experts_option = click.option(
@@ -56,17 +60,6 @@ class Number(click.FloatRange):
             allowed = f"{'greater than' if self._above else 'from'} {self._least:.15g} to {self._most:.15g}"
             self.fail(f"{value!r} is not a number {allowed}", param, ctx)
         return number
-
-
-def format_of(name: str) -> str:
-    """One of config.FORMATS, by what a user calls it."""
-    return FORMAT_ALIASES.get(name, name)
-
-
-def formats_of(*, weights: str | None, attention: str | None, cache: str | None) -> Formats:
-    """By what a user calls them; None: not given."""
-    names = {"weights": weights, "attention": attention, "cache": cache}
-    return Formats(**{field: None if name is None else format_of(name) for field, name in names.items()})
 
 
 def or_fail(act: Callable[[], Any]) -> Any:

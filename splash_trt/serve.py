@@ -11,6 +11,7 @@ that ended first: 137 if it was killed, 70 if it made no progress for too long, 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -20,9 +21,9 @@ import msgspec
 
 from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
-from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
+from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
@@ -52,6 +53,8 @@ from splash_trt.worker import start_worker
 
 STARTUP_DEADLINE_S = 1800.0
 FOLDER_PREFIX = "splash-trt-"
+
+log = logging.getLogger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +171,14 @@ def engine_config(options: ServeOptions, model: ModelConfig, run_on: str, memory
     config = EngineConfig(memory_bytes=memory, **fields)
     model_sizes(model, config)  # says which rank lacks how much, if one does
     return config
+
+
+def warn_of_context(model: ModelConfig, config: EngineConfig, max_context: int) -> None:
+    """A line on the log if requests may not be as long as was asked for. max_context: how long they may be."""
+    asked = config.max_context
+    if asked is not None and asked > max_context:
+        limit = "the model was made for" if max_context == model.max_positions else "some layout's cache holds"
+        log.warning("--max-context: %d is more than %s, so it is %d", asked, limit, max_context)
 
 
 class OwnFrontends:
@@ -295,6 +306,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
         orchestrator.observer = tracer
     link = LinkServer(link_address)
     ready = ready_message(model, config, new_incarnation())
+    warn_of_context(model, config, ready.max_context)
     server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
     server.run(lambda: frontends is not None and frontends.ended())
     world.control.send(Kind.STOP)

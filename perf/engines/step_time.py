@@ -21,7 +21,7 @@ from perf.engines.bench import model_folder
 from perf.engines.step_ranks import CHECK_PROMPTS, CHECK_TOKENS, Findings, Settings
 from perf.floor import Floor
 from splash_trt import environment
-from splash_trt.config import EXPERTS_CUTS, SIMULATED_ROUTING, EngineConfig, Layout
+from splash_trt.config import EXPERTS_CUTS, RUN_ON_PLACES, SIMULATED_ROUTING, EngineConfig, Layout
 from splash_trt.launch import mpirun_command
 from splash_trt.models.families import load_config
 from splash_trt.scheduler.devices import load_device
@@ -36,7 +36,7 @@ TIME_LIMIT_S = 1800.0
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.engines.step_time")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu", "shared-gpu"])
+    parser.add_argument("--run-on", default="cpu", choices=RUN_ON_PLACES)
     parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
     parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
     parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)

@@ -22,7 +22,7 @@ from perf import harness, report
 from perf.engines.bench import model_folder
 from perf.migration.switch_ranks import FIRST_AROUND, KINDS, STATES, TOUR, WARMUP, Findings, Settings
 from splash_trt import environment
-from splash_trt.config import SIMULATED_ROUTING
+from splash_trt.config import RUN_ON_PLACES, SIMULATED_ROUTING
 from splash_trt.launch import mpirun_command
 
 STATES_VIEW = harness.View(x="context", y="ms", series="pair", panels=("ranks", "budget_kib", "state"))
@@ -40,7 +40,7 @@ TITLES = {
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.migration.switches")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--run-on", default="cpu", choices=["cpu", "gpu", "shared-gpu"])
+    parser.add_argument("--run-on", default="cpu", choices=RUN_ON_PLACES)
     parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")

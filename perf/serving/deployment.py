@@ -13,8 +13,7 @@ import msgspec
 from perf import harness
 from perf.floor import Floor
 from perf.serving.server import Server, Started
-from splash_trt.config import EngineConfig
-from splash_trt.dist.place import CHOICES
+from splash_trt.config import RUN_ON_WISHES, EngineConfig
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.families import load_config
 from splash_trt.scheduler.devices import load_device
@@ -28,7 +27,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=harness.ROOT / "models" / "splash-tiny",
                         help="folder with a config.json; weights are random")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--run-on", default="auto", choices=CHOICES)
+    parser.add_argument("--run-on", default="auto", choices=RUN_ON_WISHES)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of `splash-trt serve`, as one word")
 

@@ -37,6 +37,11 @@ class Parts:
     twice extra_parts(A) hold what is to be merged."""
 
 
+def num_sms_of(device: torch.device) -> int:
+    """A GPU's own; on others, where parts are the same work in other pieces, an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
+
+
 def extra_parts(queries: int) -> int:
     """Parts beyond one a query, at most, which with A are the arrays' size, as a captured graph fixes it. One context
     of few can fill an H200; of many only the longest are cut, and room that is not used takes time too."""
@@ -50,6 +55,8 @@ def shares_sm(queries: int, heads: int) -> bool:
 
 def cut(length: np.ndarray, heads: int, num_sms: int = NUM_SMS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The fields of Parts for queries of length [A] rows and so many heads, 0 on ranks without."""
+    if not length.any():  # a step that decodes nothing: there is nothing to weigh
+        return _uncut(length, np.arange(len(length)))
     at_once = num_sms * (1 + shares_sm(len(length), heads)) // max(1, -(-heads // BLOCK_HEADS))
     return parts_of(length, part_tiles(-(-length // TILE_ROWS), max(1, at_once), heads))
 
@@ -69,21 +76,23 @@ def part_tiles(tiles: np.ndarray, at_once: int, heads: int) -> int:
     if longest <= lowest:
         return lowest
     ascending = np.sort(tiles)[len(tiles) - live :]
-    sums = np.cumsum(ascending)
-    size = np.minimum(np.concatenate([-(-longest // _EQUAL), np.ceil(lowest * _STEPS).astype(np.int64)]), longest)
-    size = np.maximum(size, lowest)
-    whole = np.searchsorted(ascending, size, "right")  # so many contexts are not cut
-    cut_rows = total - np.where(whole > 0, sums[whole - 1], 0)
-    parts = np.ceil(ascending.astype(np.float32) / size.astype(np.float32)[:, None]).sum(1)
+    size = np.concatenate([-(-longest // _EQUAL), np.ceil(lowest * _STEPS).astype(np.int64)])
+    size = np.maximum(np.minimum(size, longest), lowest)
+    whole = ascending.searchsorted(size, "right")  # so many contexts are not cut
+    always = int(whole.min())  # whatever the size
+    parts = np.ceil(ascending[always:].astype(np.float32) / size.astype(np.float32)[:, None]).sum(1) + always
+    of_several = parts - whole
+    sums = np.zeros(live + 1, np.int64)
+    ascending.cumsum(out=sums[1:])
     # The largest of the last round: the cut ones, which come first, or whole.
     place = (np.ceil(parts / at_once) - 1) * at_once
-    is_cut = place < parts - whole
-    of_cut = cut_rows / np.maximum(parts - whole, 1)
+    is_cut = place < of_several
+    of_cut = (total - sums[whole]) / np.maximum(of_several, 1)
     of_whole = ascending[np.where(is_cut, 0, parts - 1 - place).astype(np.int64)]
     last = np.where(is_cut, of_cut, of_whole)
     end = np.maximum(size + _PART, (total + _PART * parts) / at_once)
     end = np.maximum(end, (place / at_once + 1) * (last + _PART)) + -(-longest // size) * _MERGED
-    end += (parts - whole) * heads * _MERGED_HEAD
+    end += of_several * heads * _MERGED_HEAD
     end[parts > live + extra] = np.inf
     return int(size[end.argmin()])
 
@@ -93,28 +102,41 @@ def parts_of(length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.
 
     Queries with several parts come first, then long ones before short ones: what is left at the end is small.
     """
-    queries, extra = len(length), extra_parts(len(length))
     tiles = -(-length // TILE_ROWS)
+    if int(tiles.max(initial=0)) <= size:
+        return _uncut(length, np.argsort(-tiles, kind="stable"))
+    queries, extra = len(length), extra_parts(len(length))
     count = np.maximum(-(-tiles // size), 1)
     several = count > 1
     order = np.argsort(-(tiles // count + several * (1 << 30)), kind="stable")
-    num_several = int(several.sum())
+    num_several = int(np.count_nonzero(several))
     split, whole = order[:num_several], order[num_several:]
     counts = count[order]
-    begins = np.cumsum(counts) - counts
-    read = np.repeat(split, counts[:num_several])
-    num_parts = len(read) + len(whole)
+    ends = counts.cumsum()
+    begins = ends - counts
+    num_split = int(ends[num_several - 1])
+    num_parts = num_split + len(whole)
     assert num_parts <= queries + extra, (num_parts, queries, size)
+    place = np.repeat(np.arange(num_several), counts[:num_several])  # in `split`, of each part of it
+    index = np.arange(num_split) - begins[place]
+    begin = index * tiles[split][place] // counts[place] * TILE_ROWS
+    end = np.empty_like(begin)
+    end[:-1], end[ends[:num_several] - 1] = begin[1:], length[split]
     part = np.zeros((queries + extra, 3), np.int32)
-    part[: len(read), 0], part[len(read) : num_parts, 0], part[num_parts:, 0] = read, whole, -1
-    part[len(read) : num_parts, 2] = length[whole]
-    if num_several:
-        index = np.arange(len(read)) - np.repeat(begins[:num_several], counts[:num_several])
-        begin = index * tiles[read] // count[read] * TILE_ROWS
-        end = np.minimum((index + 1) * tiles[read] // count[read] * TILE_ROWS, length[read])
-        part[: len(read), 1], part[: len(read), 2] = begin, end - begin
+    part[:num_split, 0], part[:num_split, 1], part[:num_split, 2] = split[place], begin, end - begin
+    part[num_split:num_parts, 0], part[num_split:num_parts, 2], part[num_parts:, 0] = whole, length[whole], -1
     read_part = np.empty((queries, 2), np.int32)
     read_part[order, 0], read_part[:, 1] = begins, count
     merged = np.full(min(queries, extra), -1, np.int32)
     merged[:num_several] = split
     return part, read_part, merged
+
+
+def _uncut(length: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of Parts where each of the queries, in that order, is one."""
+    queries, extra = len(length), extra_parts(len(length))
+    part = np.zeros((queries + extra, 3), np.int32)
+    part[:queries, 0], part[queries:, 0], part[:queries, 2] = order, -1, length[order]
+    read_part = np.ones((queries, 2), np.int32)
+    read_part[order, 0] = np.arange(queries)
+    return part, read_part, np.full(min(queries, extra), -1, np.int32)

@@ -21,7 +21,8 @@ import torch
 from splash_engines.open import Engine, open_engine
 from splash_trt import environment, lifeline
 from splash_trt.calibrate.run import Calibration, calibrate, report
-from splash_trt.dist.place import DEFAULTS, choose, run_on_of
+from splash_trt.config import DEFAULTS
+from splash_trt.dist.place import choose, run_on_of
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.frontends import how_it_ended

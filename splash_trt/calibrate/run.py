@@ -104,7 +104,7 @@ def calibrate(
     others = random_cells(layouts, world.size, limits, RANDOM_CELLS, RANDOM_SEED)
     found = measure(bench, [*cells, *others], seconds, progress)
     if gpu is None:
-        rate = product_rate(dtype)
+        rate = product_rate(config.dtype)
         base = this_cpu(cores=cores, float32_flops=rate)
         base = replace(base, flops=dict.fromkeys(base.flops, rate))
     else:

@@ -11,18 +11,18 @@ import click
 
 from splash_trt.capacity.report import CUTS, Case, Lengths, case, num_parameters
 from splash_trt.capacity.table import format_assumptions, format_case, format_count
-from splash_trt.config import EngineConfig
+from splash_trt.config import EngineConfig, Formats
 from splash_trt.models.planning import load_for_planning
 from splash_trt.models.runnable import refuse_cut
 from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
+    MORE_ROOM,
+    SHARE_HELP,
     Number,
     Size,
     experts_option,
-    format_of,
-    formats_of,
     or_fail,
 )
 from splash_trt.scheduler.device import Device
@@ -68,8 +68,7 @@ class LengthsOption(click.ParamType):
 @click.option("--device", help="A built-in device or a JSON file; its memory, times --memory-share, is the arena.")
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena, as with `serve`; without --device.")
 @click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), required=True, help="Ranks, one per device.")
-@click.option("--memory-share", type=Number(0, 1, above=True),
-              help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
+@click.option("--memory-share", type=Number(0, 1, above=True), help=SHARE_HELP)
 @click.option("--dtype", type=click.Choice(DTYPE_NAMES), default="bfloat16", show_default=True,
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @click.option("--attention", type=click.Choice([*FORMAT_NAMES, BOTH]),
@@ -82,14 +81,22 @@ class LengthsOption(click.ParamType):
 @click.option("--page-tokens", type=int, default=64, show_default=True, help="Tokens in a cache page.")
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 def capacity_command(as_json: bool, **options: Any) -> None:
-    """Say how much cache each layout has beside the weights."""
+    """Say how much cache each layout has beside the weights.
+
+    The exit code is 2 if none has any.
+    """
     report = or_fail(lambda: _report(**options))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=1))
-        return
-    click.echo(format_assumptions(report.assumptions))
-    for found in report.cases:
-        click.echo("\n" + format_case(found, report.page_tokens))
+    else:
+        click.echo(format_assumptions(report.assumptions))
+        for found in report.cases:
+            click.echo("\n" + format_case(found, report.page_tokens))
+    if all(room.no_room for found in report.cases for room in found.layouts):
+        given = "--memory" if options["device"] is None else "--device"
+        raise click.ClickException(
+            f"{given}: {report.memory_bytes:,} bytes a rank have no room for a page of cache in any layout; {MORE_ROOM}"
+        )
 
 
 def _report(
@@ -114,8 +121,8 @@ def _report(
     configs = [
         EngineConfig(
             num_ranks=num_ranks,
-            dtype=format_of(dtype),
-            formats=formats_of(weights=weights, attention=choice, cache=cache),
+            dtype=dtype,
+            formats=Formats(weights=weights, attention=choice, cache=cache),
             memory_bytes=memory,
             page_tokens=page_tokens,
             experts_cut=experts_cut,

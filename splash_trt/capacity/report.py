@@ -158,8 +158,9 @@ def _room(model: ModelConfig, config: EngineConfig, layout: Layout, lengths: tup
         room = capacity(model, config, layout)
     except ValueError as error:
         nothing = tuple(Batch(lengths=asked, full_length=0, mean_length=0) for asked in lengths)
+        why = str(error).removeprefix("memory_bytes: ")  # which may have been given as a share of a device's
         return LayoutRoom(
-            layout=name, tokens_per_rank=(), total_tokens=0, request_tokens=0, batches=nothing, no_room=str(error)
+            layout=name, tokens_per_rank=(), total_tokens=0, request_tokens=0, batches=nothing, no_room=why
         )
     size = config.page_tokens
     return LayoutRoom(

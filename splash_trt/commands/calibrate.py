@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from splash_trt.config import DTYPES
-from splash_trt.options import Number, run_on_option
+from splash_trt.options import DTYPE_NAMES, Number, run_on_option
 
 
 @click.command("calibrate")
@@ -15,7 +14,7 @@ from splash_trt.options import Number, run_on_option
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to start; under mpirun its -n says it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: device-RANKS.json in the engine's folder.")
 @click.option("--minutes", type=Number(0.05, 1440), default=3.0, show_default=True, help="Time to measure for.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
+@click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Default: the checkpoint's; on GPUs bfloat16.")
 @run_on_option
 @click.option("--lifeline", "lifeline_path", type=click.Path(path_type=Path), hidden=True)
 def calibrate_command(

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from splash_trt.config import PLAN_DTYPES
-from splash_trt.options import FORMAT_ALIASES, format_of, or_fail
+from splash_trt.config import FORMAT_ALIASES, PLAN_DTYPES, format_of
+from splash_trt.options import or_fail
 
 DEFAULT_CACHE = Path("~/.cache/splash-trt/plans")
 OF_PLANS = "With --engine tensorrt: "

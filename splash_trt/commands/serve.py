@@ -9,10 +9,10 @@ import click
 import msgspec
 
 from splash_trt import environment
-from splash_trt.config import DTYPES, MAX_DEADLINE_S, OPERATORS, SIMULATED_ROUTING
+from splash_trt.config import MAX_DEADLINE_S, OPERATORS, SIMULATED_ROUTING
 from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.observe.options import observe_options
-from splash_trt.options import Number, Size, experts_option, or_fail, run_on_option
+from splash_trt.options import DTYPE_NAMES, Number, Size, experts_option, or_fail, run_on_option
 
 OBJECTIVE_HELP = "What auto goes for: throughput, latency, or bounded:MS (throughput, p99 per token at most MS)."
 MEMORY_HELP = "One rank's arena: weights, workspaces and cache; default on GPUs: 85 % of the smallest one's memory."
@@ -34,7 +34,7 @@ DEVICE_HELP = "The devices' description that auto decides by; default: the engin
 )  # fmt: skip
 @click.option("--objective", default="throughput", show_default=True, metavar="GOAL", help=OBJECTIVE_HELP)
 @click.option("--device", metavar="NAME|FILE", help=DEVICE_HELP)
-@click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's; on GPUs bfloat16.")
+@click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Default: the checkpoint's; on GPUs bfloat16.")
 @click.option("--memory", "memory_bytes", type=Size(), help=MEMORY_HELP)
 @click.option("--simulate-routing", type=click.Choice(SIMULATED_ROUTING[1:]), help=ROUTING_HELP)
 @experts_option

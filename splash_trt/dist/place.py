@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from splash_trt.config import RUN_ON_WISHES
 from splash_trt.dist.world import World
 
-CHOICES = ("auto", "cpu", "gpu", "shared-gpu")
 MEMORY_SHARE = 0.85
 """Of a GPU's memory, for a rank's arena where nobody says how much. The rest is the CUDA context's and NCCL's, CUDA
 graphs' and a step's activations."""
 _MEMORY_UNIT = 2 << 20  # device memory comes in pieces of this
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "gpu": {
-        "dtype": "bfloat16",
-        # Measured on two H200s: the larger a step, the more of its time goes into products.
-        "max_batch_tokens": 8192,
-        "max_running": 512,
-        # Likewise: 128 MiB in 10 ms by copy engine lengthen a memory-bound step by less than 0.35 %.
-        "migration_bytes": 128 << 20,
-        "migration_max_slowdown": 0.005,
-    },
-}
-"""By EngineConfig.run_on: fields that have another default there."""
 
 
 def num_gpus() -> int:
@@ -35,14 +19,14 @@ def num_gpus() -> int:
 
 
 def choose(wish: str, ranks_here: int | None) -> str:
-    """EngineConfig.run_on for one of CHOICES, as this node alone can tell; "auto" means GPUs where every rank has one,
-    "shared-gpu" GPUs however few there are.
+    """EngineConfig.run_on for one of RUN_ON_WISHES, as this node alone can tell; "auto" means GPUs where every rank has
+    one, "shared-gpu" GPUs however few there are.
 
     ranks_here: ranks on this node, None if that is not known before they start. ValueError if they are to have GPUs
     and there are too few.
     """
-    if wish not in CHOICES:
-        raise ValueError(f"run_on: {wish!r} is not one of {', '.join(CHOICES)}")
+    if wish not in RUN_ON_WISHES:
+        raise ValueError(f"run_on: {wish!r} is not one of {', '.join(RUN_ON_WISHES)}")
     wanted = 1 if wish == "shared-gpu" else ranks_here or 1
     if wish == "cpu" or (wish == "auto" and num_gpus() < wanted):
         return "cpu"

@@ -29,9 +29,9 @@ EXIT_ERROR = 1
 class MpiWorld:
     """This rank's `world`, guarded by a watchdog; construction and `close` are collective over all ranks.
 
-    run_on is one of place.CHOICES; "auto" means GPUs if there is one for every rank on every node. The k-th rank of a
-    node has GPU k; with "shared-gpu", GPU k modulo the node's number of GPUs. Raises ValueError if a node has too few
-    GPUs for that.
+    run_on is one of config.RUN_ON_WISHES; "auto" means GPUs if there is one for every rank on every node. The k-th rank
+    of a node has GPU k; with "shared-gpu", GPU k modulo the node's number of GPUs. Raises ValueError if a node has too
+    few GPUs for that.
 
     From here on, an uncaught exception on any thread, or an exit without `close`, ends all ranks (MPI alone would leave
     the others waiting).

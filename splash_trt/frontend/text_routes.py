@@ -57,6 +57,15 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
+def refuse_unknown(tokens: list[int], vocab_size: int) -> None:
+    """ApiError names the first id beyond the model's vocabulary."""
+    bad = next((place for place, token in enumerate(tokens) if token >= vocab_size), None)
+    if bad is not None:
+        field = f"tokens[{bad}]"
+        allowed = f"the vocabulary has {vocab_size} tokens, so ids are from 0 to {vocab_size - 1}"
+        raise ApiError(f"{field}: {tokens[bad]} is not allowed; {allowed}", param=field)
+
+
 class TextRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -91,5 +100,6 @@ class TextRoutes:
         body = await self._serving.body(http, DetokenizeBody)
         self._serving.check_model(body.model)
         tokenizer = self._serving.need_tokenizer("tokens")
+        refuse_unknown(body.tokens, self._serving.ready().vocab_size)
         text = await self._serving.background.run(lambda: tokenizer.decode(body.tokens))
         return json_response(Detokenized(text))

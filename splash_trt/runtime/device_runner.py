@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from splash_engines.kernels import Kernels
-from splash_plugins.mla_attention.cut import NUM_SMS
+from splash_plugins.mla_attention.cut import num_sms_of
 from splash_trt.cache.placement import num_pages
 from splash_trt.cache.storage import PageStorage
 from splash_trt.config import EngineConfig
@@ -92,7 +92,7 @@ class DeviceRunner:
         self._target_tables = torch.zeros_like(self._state.tables)
         first, end = partition(model.vocab_size, size)[rank]
         shapes = Shapes(config, parts.decode_sizes)
-        heads, num_sms = heads_of(model, size), _num_sms(self._device)
+        heads, num_sms = heads_of(model, size), num_sms_of(self._device)
         builder = ArrayBuilder(config, rank, self._tables, shapes, heads=heads, num_sms=num_sms)
         self._upload = Uploader(self._device, _fixed_bytes(config, max(parts.decode_sizes, default=0)))
         programs = {
@@ -266,10 +266,6 @@ def _rank_state(
         context=context,
         expanded=expanded,
     )
-
-
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
 
 
 def _fixed_bytes(config: EngineConfig, largest: int) -> int:

@@ -56,6 +56,11 @@ class Device:
     """Of a calibration: machine, versions, commit, date, model, ranks, errors."""
 
     @property
+    def run_on(self) -> str:
+        """EngineConfig.run_on of ranks on such devices: only those on CPUs run the plain reference."""
+        return "cpu" if self.padded else "gpu"
+
+    @property
     def migration_bytes(self) -> int:
         """EngineConfig.migration_bytes that steps on this device hardly notice."""
         return min(max(1, round(BACKGROUND_SHARE * self.link_bytes_s * REFERENCE_STEP_S)), MOST_MIGRATION_BYTES)

@@ -315,3 +315,9 @@ def _description(gpu: str) -> Device | None:
 def calibration_file(engine_folder: Path, num_ranks: int) -> Path:
     """Where the calibration of an engine for so many ranks is kept."""
     return engine_folder / f"device-{num_ranks}.json"
+
+
+def calibrated_ranks(engine_folder: Path) -> list[int]:
+    """The numbers of ranks that an engine has calibrations for."""
+    found = (re.fullmatch(r"device-([1-9]\d*)\.json", file.name) for file in engine_folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from splash_trt.config import EngineConfig, Layout
+from splash_trt.config import DEFAULTS, EngineConfig, Formats, Layout
 from splash_trt.memory.map import model_sizes
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.planning import load_for_planning
@@ -23,11 +23,11 @@ from splash_trt.options import (
     DEFAULT_SHARE,
     DTYPE_NAMES,
     FORMAT_NAMES,
+    MORE_ROOM,
+    SHARE_HELP,
     Number,
     Size,
     experts_option,
-    format_of,
-    formats_of,
     or_fail,
 )
 from splash_trt.orchestrator import cost_policy
@@ -74,8 +74,7 @@ class Labels(click.ParamType):
               help="Arithmetic, and all numbers that no other option is about.")  # fmt: skip
 @experts_option
 @click.option("--memory", "memory_bytes", type=Size(), help="One rank's arena, as with `serve`.")
-@click.option("--memory-share", type=Number(0, 1, above=True),
-              help=f"Of the device's memory, for the arena. Default: {DEFAULT_SHARE}.")  # fmt: skip
+@click.option("--memory-share", type=Number(0, 1, above=True), help=SHARE_HELP)
 @click.option("--max-batch-tokens", type=int, default=8192, show_default=True, help="Most tokens in one step.")
 @click.option("--max-running", type=int, default=1024, show_default=True, help="Most requests that hold cache.")
 @click.option("--max-context", type=int, help="Longest prompt + output; default: the model's.")
@@ -143,8 +142,7 @@ def run(options: Options) -> Comparison:
     memory, origin = _memory(options, device)
     base = _config(options, memory, device)
     refuse_cut(model, base)
-    for config in configs(base, options.layouts).values():
-        model_sizes(model, config)  # says which rank lacks how much, before anything runs
+    _check_room(model, base, options, origin)
     cost = CostModel(model, base, device)
     load = open_load(options)
     total = load.num_requests * (len(options.layouts) + (AUTO in options.layouts))
@@ -246,11 +244,24 @@ def _memory(options: Options, device: Device) -> tuple[int, str]:
     return int(device.memory_bytes * share), f"{100 * share:g} % of {device.memory_bytes:,} bytes"
 
 
+def _check_room(model: ModelConfig, base: EngineConfig, options: Options, origin: str) -> None:
+    """ValueError says which rank lacks how much, before anything runs."""
+    try:
+        for config in configs(base, options.layouts).values():
+            model_sizes(model, config)
+    except ValueError as error:
+        if options.memory_bytes is not None:
+            raise ValueError(f"{error}; {MORE_ROOM}") from error
+        _, _, lacking = str(error).partition(": ")
+        raise ValueError(f"device: {origin} are not enough: {lacking}; {MORE_ROOM}") from error
+
+
 def _config(options: Options, memory: int, device: Device) -> EngineConfig:
+    slowdown = DEFAULTS[device.run_on].get("migration_max_slowdown", EngineConfig.migration_max_slowdown)
     return EngineConfig(
         num_ranks=options.num_ranks,
-        dtype=format_of(options.dtype),
-        formats=formats_of(weights=options.weights, attention=options.attention, cache=options.cache),
+        dtype=options.dtype,
+        formats=Formats(weights=options.weights, attention=options.attention, cache=options.cache),
         memory_bytes=memory,
         page_tokens=options.page_tokens,
         max_batch_tokens=options.max_batch_tokens,
@@ -258,6 +269,7 @@ def _config(options: Options, memory: int, device: Device) -> EngineConfig:
         max_context=options.max_context,
         experts_cut=options.experts_cut,
         migration_bytes=device.migration_bytes if options.migration_bytes is None else options.migration_bytes,
+        migration_max_slowdown=slowdown,
     )
 
 

@@ -139,7 +139,7 @@ def _assumptions(
         ("limits", f"{base.max_batch_tokens} tokens a step, {base.max_running} running requests, "
                    f"pages of {base.page_tokens} tokens, {base.plans_in_flight} plans in flight"),
         ("auto", f"starts in {FIRST_LAYOUT.name.lower()}; a switch begins with {base.migration_bytes} bytes a step and "
-                 f"may slow steps by {base.migration_max_slowdown:.0%}"),
+                 f"may slow steps by {100 * base.migration_max_slowdown:g}%"),
         ("auto", "decides by the same cost model that says how long steps take, unless --policy-device is given"),
         ("prefixes", "no prefix cache: every prompt is computed whole"),
         ("ceiling", "an upper bound that no server can reach: each step in its fastest layout, switching free, the "

@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import tempfile
@@ -28,6 +29,7 @@ from tests.frontend.servers import Answer, FrontendProcess, wait_until
 
 MANY = 20
 BEAT_S = 0.3
+MODEL = Path(__file__).resolve().parents[2] / "models" / "splash-tiny"
 BODY = {"prompt": [7, 8, 9], "ignore_eos": True, "return_token_ids": True}
 Start = Callable[..., "Deployment"]
 
@@ -172,6 +174,29 @@ def test_one_that_stands_is_killed_and_started_again(server: Deployment, capfd: 
     assert "frontend 0 has given no sign of life for 1.5 s; it is killed" in said
     assert "frontend 0 was ended by SIGKILL" in said and "frontend 0 is started again" in said
     assert "frontend 1 " not in said, said
+
+
+def test_files_that_are_missing_for_a_while_do_not_end_the_others(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that is built anew in its folder is not there when a frontend is started again."""
+    tokenizer = shutil.copytree(MODEL, tmp_path / "tokenizer")
+    server = start(tokenizer=str(tokenizer))
+    tokenizer.rename(tmp_path / "elsewhere")
+    os.kill(server.frontends.processes()[0], signal.SIGKILL)
+    said = ""
+
+    def failed_again() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "frontend 0 ended with exit code 2" in said
+
+    wait_until(lambda: failed_again() or server.failures, 60)
+    assert not server.failures and server.frontends.code is None
+    (tmp_path / "elsewhere").rename(tokenizer)
+    wait_until(lambda: len(server.frontends.processes()) == 2, 60)
+    server.wait_until_ready()
+    assert server.ask("POST", "/v1/completions", {**BODY, "max_tokens": 5}).status == 200
 
 
 def test_without_restarts_a_death_ends_all(start: Start) -> None:

@@ -164,7 +164,8 @@ def test_tokenize(server: FrontendProcess, tokenizer: Tokenizer) -> None:
     assert bare["tokens"] == chat["tokens"][:-1]
     back = server.ask("POST", "/detokenize", {"tokens": chat["tokens"]}).json
     assert back == {"prompt": text}
-    assert server.ask("POST", "/detokenize", {"tokens": [10**9]}).json == {"prompt": ""}
+    unknown = server.ask("POST", "/detokenize", {"tokens": [5, 400]}).json["error"]["message"]
+    assert unknown == "tokens[1]: 400 is not allowed; the vocabulary has 400 tokens, so ids are from 0 to 399"
     assert server.ask("POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
@@ -174,6 +175,7 @@ def test_tokenize(server: FrontendProcess, tokenizer: Tokenizer) -> None:
         ("/tokenize", {"prompt": "x " * (6 << 20)}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [1 << 32]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, 2, 99999]}, "tokens[2]"),
         ("/detokenize", {}, "tokens"),
     ):
         refused = server.ask("POST", path, body)

@@ -99,24 +99,23 @@ RUNS: dict[str, Run] = {
 HALVES: dict[str, Run] = {"linear": by_linear, "parts": by_parts, "gated": by_gated}
 
 
-def check(run: Run, x: torch.Tensor, bad: float) -> None:
+def check(run: Run, x: torch.Tensor) -> None:
+    """Every third row from the second on is none: NaN and infinite in turn."""
     want = run(x)
     spoiled = x.clone()
-    spoiled[1::3] = bad
+    spoiled[1::6], spoiled[4::6] = torch.nan, torch.inf
     got = run(spoiled)
     good = [i for i in range(len(x)) if i % 3 != 1]
     assert want.isfinite().all() and torch.equal(got[good], want[good])
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("rows", [6, 20])
 @pytest.mark.parametrize("what", RUNS)
-def test_others_get_the_same_bits(device: str, what: str, rows: int, bad: float) -> None:
-    check(RUNS[what], random(device, rows, HIDDEN) * 8, bad)
+def test_others_get_the_same_bits(device: str, what: str, rows: int) -> None:
+    check(RUNS[what], random(device, rows, HIDDEN) * 8)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("rows", [3, MOST_ROWS])
+@pytest.mark.parametrize("rows", [6, MOST_ROWS])
 @pytest.mark.parametrize("what", HALVES)
-def test_in_half_precision_too(device: str, what: str, rows: int, bad: float) -> None:
-    check(HALVES[what], (random(device, rows, HIDDEN) * 8).half(), bad)
+def test_in_half_precision_too(device: str, what: str, rows: int) -> None:
+    check(HALVES[what], (random(device, rows, HIDDEN) * 8).half())

@@ -143,11 +143,19 @@ def test_a_failing_step_is_not_taken_for_a_wrong_prompt(models: Models, monkeypa
         assert not sent
 
 
+def test_a_wrong_layout_is_told_all_that_there_are(models: Models) -> None:
+    with pytest.raises(ValueError, match="^layout: 'xp' is not one of auto, tp, dp, cp, dop$"):
+        LLM(models.folder("v3_base"), layout="xp")
+
+
 def test_wrong_calls_are_named_and_change_nothing(models: Models) -> None:
     folder, params = models.folder("v3_base"), SamplingParams(max_tokens=2, temperature=0)
     with LLM(folder, ranks=2, layout="tp", memory_bytes=MEMORY_BYTES, dtype="float64") as llm:
         wrong_calls: list[tuple[str, Any, Any]] = [
             ("prompts: 1 is not a list of token ids", [1, 2], params),
+            ("prompts: 'To be' is a text; give a list of token ids for each prompt, such as ", ["To be"], params),
+            ("prompts: 'To be' is a text", "To be", params),
+            ("prompts: 'To be' is a text", [[1], "To be"], params),
             ("sampling: {.*} is not a SamplingParams", [[1]], {"max_tokens": 2}),
             ("sampling: None is not a SamplingParams", [[1]], [None]),
             ("sampling: 1 for 2 prompts", [[1], [2]], [params]),

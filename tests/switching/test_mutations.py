@@ -13,15 +13,18 @@ import pytest
 
 from splash_trt.migration.mover import Mover
 from splash_trt.request import Request
-from tests.switching.harness import TOUR, Server, Told, assert_same
+from tests.switching.harness import TOUR, Server, Told, assert_same, noticed
 
 
-def tour(folder: Path, requests: list[Request]) -> Server:
-    """All 12 switches on 2 ranks, with requests that arrive and end meanwhile."""
+def tour(folder: Path, requests: list[Request], expected: dict[str, Told]) -> Server:
+    """All 12 switches on 2 ranks, with requests that arrive and end meanwhile, or as many as it takes to notice that
+    something is wrong."""
     with Server(folder, ranks=2, layout=TOUR[0], pages=60, migration_bytes=30000) as server:
         for number, target in enumerate(TOUR[1:]):
             server.add(*requests[2 * number : 2 * number + 2])
             server.switch(target)
+            if noticed(server.told, expected):
+                return server
         server.run()
     return server
 
@@ -60,7 +63,7 @@ FAULTS = [
 
 
 def test_a_tour_without_a_fault(folder: Path, requests: list[Request], expected: dict[str, Told]) -> None:
-    server = tour(folder, requests)
+    server = tour(folder, requests, expected)
     assert [record.outcome for record in server.records] == ["committed"] * 12
     assert_same(server.told, expected)
 
@@ -70,9 +73,8 @@ def test_a_planted_fault_is_noticed(
     folder: Path, requests: list[Request], expected: dict[str, Told], owner: Any, name: str, fault: Any
 ) -> None:
     with patch.object(owner, name, fault(getattr(owner, name))):
-        server = tour(folder, requests)
-    with pytest.raises(AssertionError):
-        assert_same(server.told, expected)
+        server = tour(folder, requests, expected)
+    assert noticed(server.told, expected)
 
 
 def test_heads_that_never_come_are_noticed(
@@ -80,6 +82,5 @@ def test_heads_that_never_come_are_noticed(
 ) -> None:
     """The bytes of heads are cache rows until a switch fills them: to trust the residency alone would not do."""
     with patch.object(Mover, "_scatter", lambda *_: None):
-        server = tour(folder, requests)
-    with pytest.raises(AssertionError):
-        assert_same(server.told, expected)
+        server = tour(folder, requests, expected)
+    assert noticed(server.told, expected)

@@ -19,7 +19,7 @@ from splash_trt.runtime.block_tables import BlockTables
 from splash_trt.runtime.device_runner import DeviceRunner
 from tests.device_ranks import device_ranks
 from tests.planting import Plant, given, giving, kernel, put
-from tests.switching.harness import MODEL, TOUR, WIDE, Server, Told, assert_same, scatter
+from tests.switching.harness import MODEL, TOUR, WIDE, Server, Told, assert_same, noticed, scatter
 from tests.switching.peer_memory import HostCarrier, peer_mover
 
 take_over = DeviceRunner._take_over
@@ -85,8 +85,8 @@ def nothing(planted: ExitStack) -> None:
     pass
 
 
-def tour(folder: Path, requests: list[Request], plant: Plant) -> Server:
-    """From each layout to each other one, with requests that arrive and end meanwhile."""
+def tour(folder: Path, requests: list[Request], expected: dict[str, Told], plant: Plant) -> Server:
+    """From each layout to each other one, with requests that arrive and end meanwhile, until something is noticed."""
     with ExitStack() as planted:
         plant(planted)
         planted.enter_context(device_ranks((2, 4, 7, 16), peer_mover))
@@ -94,11 +94,13 @@ def tour(folder: Path, requests: list[Request], plant: Plant) -> Server:
             for number, target in enumerate(TOUR[1:]):
                 server.add(*requests[2 * number : 2 * number + 2])
                 server.switch(target)
+                if noticed(server.told, expected):
+                    return server
             server.run()
     return server
 
 
-def compaction(folder: Path, requests: list[Request], plant: Plant) -> Server:
+def compaction(folder: Path, requests: list[Request], expected: dict[str, Told], plant: Plant) -> Server:
     """TP to DP with 60 % of all pages live, wherever: new tables and moved pages in one plan."""
     with ExitStack() as planted:
         plant(planted)
@@ -108,13 +110,14 @@ def compaction(folder: Path, requests: list[Request], plant: Plant) -> Server:
             for _ in range(3):  # until what was cancelled has left
                 server.step()
             server.switch(Layout.DP)
-            server.run()
+            if not noticed(server.told, expected):
+                server.run()
     return server
 
 
 @pytest.mark.parametrize("go", [tour, compaction])
 def test_without_a_mistake(folder: Path, requests: list[Request], expected: dict[str, Told], go: Any) -> None:
-    server = go(folder, requests, nothing)
+    server = go(folder, requests, expected, nothing)
     assert {record.outcome for record in server.records} == {"committed"}
     if go is compaction:
         assert server.records[-1].bytes_inside_ranks > 0
@@ -126,9 +129,8 @@ def test_without_a_mistake(folder: Path, requests: list[Request], expected: dict
 def test_a_planted_mistake_is_noticed(
     folder: Path, requests: list[Request], expected: dict[str, Told], what: str
 ) -> None:
-    server = tour(folder, requests, MISTAKES[what])
-    with pytest.raises(AssertionError):
-        assert_same(server.told, expected)
+    server = tour(folder, requests, expected, MISTAKES[what])
+    assert noticed(server.told, expected)
 
 
 IN_COMPACTION: dict[str, Plant] = {
@@ -139,6 +141,5 @@ IN_COMPACTION: dict[str, Plant] = {
 
 @pytest.mark.parametrize("what", list(IN_COMPACTION))
 def test_so_it_is_in_compaction(folder: Path, requests: list[Request], expected: dict[str, Told], what: str) -> None:
-    server = compaction(folder, requests, IN_COMPACTION[what])
-    with pytest.raises(AssertionError):
-        assert_same(server.told, expected)
+    server = compaction(folder, requests, expected, IN_COMPACTION[what])
+    assert noticed(server.told, expected)

@@ -19,6 +19,7 @@ from splash_trt.capacity.report import Lengths, largest_batch
 from splash_trt.capacity.table import format_count
 from splash_trt.commands.group import COMMANDS, commands
 from splash_trt.config import EXPERTS_CUTS, EngineConfig, Formats, Layout
+from splash_trt.dist.place import MEMORY_SHARE
 from splash_trt.layout.spec import PlacementKind
 from splash_trt.memory.map import Capacity, capacity, memory_map
 from splash_trt.scheduler.devices import load_device
@@ -238,7 +239,15 @@ def test_a_layout_without_room_is_said_with_what_it_lacks(written: dict[str, str
         assert f"too small for layout {layout} on rank 0" in rooms[layout]["no_room"]
     assert case["dop_over_dp_percent"] is None and case["dop_over_tp"] == pytest.approx(8)
     table = run(*arguments).stdout
-    assert f"dp: no room: memory_bytes: {memory} is too small" in table and "more than DP" not in table
+    assert f"dp: no room: {memory} is too small" in table and "more than DP" not in table
+
+
+@pytest.mark.parametrize("given", [("--device", "h200"), ("--memory", "100G"), ("--memory", "100G", "--json")])
+def test_no_room_in_any_layout_is_an_error_beside_the_figures(written: dict[str, str], given: tuple[str, ...]) -> None:
+    result = run("--model", written["glm5"], "--ranks", "4", *given)
+    assert result.exit_code != 0 and result.stdout.count("too small for layout") == 4
+    assert "memory_bytes: " not in result.output
+    assert f"Error: {given[0]}: " in result.stderr and "take more ranks, more memory a rank, or" in result.stderr
 
 
 def test_a_quantised_checkpoint_is_read_and_said(written: dict[str, str], tmp_path: Path) -> None:
@@ -288,6 +297,12 @@ def test_experts_are_cut_by_the_server_s_option(name: str) -> None:
     of = {command: {p.name: p for p in COMMANDS[command].load().params} for command in (name, "serve")}
     mine, server = (of[command]["experts_cut"].to_info_dict() for command in (name, "serve"))
     assert mine == server
+
+
+@pytest.mark.parametrize("name", ["capacity", "simulate"])
+def test_the_share_that_a_server_takes_is_said(name: str) -> None:
+    (option,) = (parameter for parameter in COMMANDS[name].load().params if parameter.name == "memory_share")
+    assert isinstance(option, click.Option) and f"`serve` on GPUs takes {MEMORY_SHARE}," in str(option.help)
 
 
 def test_it_is_one_of_the_commands() -> None:

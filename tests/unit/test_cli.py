@@ -15,8 +15,7 @@ from click.testing import CliRunner
 from splash_engines.tensorrt.plans import PlanSettings
 from splash_trt.cli import EXIT_INTERRUPTED, main
 from splash_trt.commands.group import COMMANDS, commands
-from splash_trt.config import DTYPES
-from splash_trt.options import format_of
+from splash_trt.config import DTYPES, format_of
 
 LOOK = """
 import json, sys, tempfile
@@ -179,6 +178,12 @@ def test_ctrl_c_that_an_import_forgets_is_remembered(then: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_INTERRUPTED, done.stderr
     assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"
+
+
+def test_every_command_takes_the_short_names_of_types() -> None:
+    for name in ("build", "calibrate", "capacity", "serve", "simulate"):
+        (option,) = (parameter for parameter in COMMANDS[name].load().params if parameter.name == "dtype")
+        assert isinstance(option.type, click.Choice) and "bf16" in option.type.choices, name
 
 
 def test_build_offers_the_types_that_networks_are_built_in() -> None:

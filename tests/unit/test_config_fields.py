@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splash_trt.config import DTYPES, EngineConfig, Layout
+from splash_trt.config import DTYPES, EngineConfig, Formats, Layout
 
 RANGES = {
     "num_ranks": (1, 1024),
@@ -90,6 +90,14 @@ def test_dtypes_and_their_sizes() -> None:
     }
     with pytest.raises(ValueError, match="dtype: 'int8' is not one of float64, float32, bfloat16"):
         EngineConfig(dtype="int8")
+
+
+def test_short_names_of_formats() -> None:
+    config = EngineConfig(dtype="bf16", formats=Formats(cache="bf16", weights="fp8"))
+    assert config == EngineConfig(dtype="bfloat16", formats=Formats(cache="bfloat16", weights="fp8"))
+    assert config.itemsize == 2
+    with pytest.raises(ValueError, match="^formats.cache: 'bf8' is not one of float64, "):
+        Formats(cache="bf8")
 
 
 def test_the_context_is_the_models_or_less() -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import heapq
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from splash_plugins.mla_attention.cut import NUM_SMS, TILE_ROWS, cut, extra_parts, part_tiles, parts_of, shares_sm
+from splash_plugins.mla_attention.cut import (
+    NUM_SMS,
+    TILE_ROWS,
+    cut,
+    extra_parts,
+    num_sms_of,
+    part_tiles,
+    parts_of,
+    shares_sm,
+)
 
 
 def check(length: np.ndarray, found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
@@ -54,6 +65,17 @@ def test_no_lengths_are_too_much(queries: int) -> None:
             check(length, cut(length, heads, num_sms))
 
 
+@pytest.mark.parametrize("queries", [0, 1, 65, 300])
+def test_where_nothing_is_read_nothing_is_weighed(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of prompts alone: the parts are those of any size, found without looking for one."""
+    length = np.zeros(queries, np.int32)
+    expected = parts_of(length, 1)
+    check(length, expected)
+    monkeypatch.delattr("splash_plugins.mla_attention.cut.part_tiles")
+    for heads in (0, 10, 128):
+        assert all((x == y).all() for x, y in zip(cut(length, heads), expected, strict=True))
+
+
 def test_a_rank_may_have_no_head() -> None:
     length = np.array([500, 0, 70], np.int32)
     check(length, cut(length, 0))
@@ -93,6 +115,14 @@ def test_padding_takes_no_parts_from_the_others() -> None:
 def test_many_heads_take_more_programs_and_are_dearer_to_merge() -> None:
     for queries, heads, parts in ((16, 64, 4), (16, 128, 2), (32, 64, 2), (32, 128, 1), (64, 64, 1), (64, 128, 1)):
         assert number(np.full(queries, 10), heads) == parts, (queries, heads)
+
+
+def test_a_gpu_says_how_many_multiprocessors_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two, not the first."""
+    devices = [SimpleNamespace(multi_processor_count=132), SimpleNamespace(multi_processor_count=78)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: devices[device.index])
+    assert num_sms_of(torch.device("cuda", 1)) == 78
+    assert num_sms_of(torch.device("cpu")) == NUM_SMS
 
 
 def makespan(part: np.ndarray, at_once: int) -> float:

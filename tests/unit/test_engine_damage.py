@@ -314,6 +314,11 @@ def test_inspection(place: Path) -> None:
     assert len(found["checks"]) == 7 and set(found["checks"].values()) == {"ok"}
     assert json.loads(json.dumps(found)) == found
     assert "7 of 7 files as they were built" in format_inspection(found)
+    assert "calibrations          none" in format_inspection(found)
+    for name in ("device-10.json", "device-2.json", "device-old.json"):
+        (place / "engine" / name).write_text("{}")
+    table = format_inspection(inspect_engine(place / "engine"))
+    assert "calibrations          device-2.json, device-10.json\n" in table
 
     path = place / "model" / "model-00002-of-00003.safetensors"
     flip(path, 20)

@@ -18,7 +18,7 @@ from splash_trt.dist import place
 from splash_trt.dist.world import ThreadWorld
 from splash_trt.llm import LLM
 from splash_trt.models.families import load_config
-from splash_trt.serve import ServeOptions, check_before_ranks, engine_config
+from splash_trt.serve import ServeOptions, check_before_ranks, engine_config, warn_of_context
 
 TINY = Path(__file__).resolve().parents[2] / "perf" / "configs" / "tiny"
 
@@ -101,6 +101,17 @@ class TestServe:
             ServeOptions(model=str(TINY), dummy_weights=0, **given), load_config(TINY), "gpu", 1 << 30
         )
         assert {name: getattr(config, name) for name in given} == given
+
+    def test_a_context_that_is_cut_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = load_config(TINY)
+        for memory, asked in ((None, 100_000), (None, 4096), (None, None), (64 << 20, 4096)):
+            options = ServeOptions(model=str(TINY), dummy_weights=0, max_context=asked, memory_bytes=memory)
+            config = engine_config(options, model, "cpu", None)
+            warn_of_context(model, config, 4096 if memory is None else 192)
+        assert [record.getMessage() for record in caplog.records] == [
+            "--max-context: 100000 is more than the model was made for, so it is 4096",
+            "--max-context: 4096 is more than some layout's cache holds, so it is 192",
+        ]
 
     def test_no_memory_is_not_the_default(self) -> None:
         options = ServeOptions(model=str(TINY), dummy_weights=0, memory_bytes=0)

@@ -23,6 +23,11 @@ def case(kind: str, number: int, size: float) -> Case:
     return Case(kind=kind, number=number, runs=runs)
 
 
+def test_switches_have_the_limits_of_a_server_on_gpus() -> None:
+    base = DEPLOYMENTS[0].base
+    assert (base.migration_bytes, base.migration_max_slowdown) == (128 << 20, 0.005)
+
+
 @pytest.mark.parametrize("where", DEPLOYMENTS[:2], ids=str)
 def test_auto_is_no_worse_than_any_layout_where_each_is_good_at_one_part(where: Deployment) -> None:
     load = where.fitting(few_then_crowd())

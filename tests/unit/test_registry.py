@@ -31,6 +31,7 @@ from splash_engines.registry import (
 )
 from splash_engines.timing import cpu_seconds
 from splash_engines.trtllm import Trtllm
+from splash_plugins.mla_attention.cut import cut
 
 CPU = torch.device("cpu")
 
@@ -340,3 +341,12 @@ def test_steps_operations_agree_with_themselves_on_inputs_that_matter() -> None:
         assert [c.load() for c in made.candidates if c.name.startswith("triton")] == [
             "Triton's kernels need a GPU, and this machine has none"
         ]
+
+
+def test_attention_is_timed_in_parts_for_the_device_that_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splash_engines.operations_step.num_sms_of", lambda device: 7)
+    made = next(operation for operation in step_operations(HERE) if operation.name == "mla_attention")
+    case = Case(dims={**SMALL, "context": 6000}, dtype=torch.float32, device=CPU)
+    arguments = made.inputs(case, torch.Generator().manual_seed(1))
+    length, parts = arguments[5].numpy(), arguments[6].part.tolist()
+    assert parts == cut(length, SMALL["heads"], 7)[0].tolist() != cut(length, SMALL["heads"])[0].tolist()

@@ -164,6 +164,20 @@ def test_preempted_are_the_most_junior() -> None:
     assert list(c.outputs.finish) == ["old", "new", "low"]
 
 
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_a_preempted_request_goes_elsewhere_only_with_all_its_tokens(plans_in_flight: int) -> None:
+    """Another rank has room for it at once, while the token of its last row is still on its way."""
+    c = CheckedScheduler((5, 12), layout=Layout.DOP, plans_in_flight=plans_in_flight)
+    stays, ends, moves = request("stays", 4, 14), request("ends", 24, 2), request("moves", 4, 14)
+    c.add(stays, ends, moves)
+    c.run()
+    (where,) = {tuple(p.home[p.start == 0].tolist()) for p in c.plans[:1]}
+    assert where == (0, 1, 0) and c.preemptions == 1, "the situation did not arise"
+    assert any((p.home[p.count > 1] == 1).any() for p in c.plans[2:]), "it did not go elsewhere"
+    for r in (stays, ends, moves):
+        assert c.outputs.tokens[r.id] == expected_tokens(r)
+
+
 # Log-probabilities of prompts
 
 

@@ -16,6 +16,7 @@ from splash_trt.scheduler.cost_model import CostModel
 from splash_trt.scheduler.devices import load_device
 from splash_trt.simulate import grid
 from splash_trt.simulate.command import simulate_command
+from tests.oracles.published_configs import V32
 
 MODEL = Path(__file__).parents[2] / "models" / "splash-tiny"
 LOAD = "rollouts:prompts=3,samples=4,prompt_tokens=40,output_median=30,output_max=100"
@@ -41,6 +42,12 @@ def test_a_table_with_its_assumptions_and_the_same_as_json(tmp_path: Path) -> No
     assert by["ceiling"]["makespan_s"] <= min(by["tp"]["makespan_s"], by["dp"]["makespan_s"])
     assert data["auto_faster_by"]["dp"]["makespan"] == by["dp"]["makespan_s"] / by["auto"]["makespan_s"]
     assert len(by["tp"]["series"]["time_s"]) == len(by["tp"]["series"]["cache"]) > 0
+
+
+@pytest.mark.parametrize(("device", "said"), [("cpu", "may slow steps by 5%"), ("h200", "may slow steps by 0.5%")])
+def test_switches_have_the_limit_of_ranks_on_such_devices(device: str, said: str) -> None:
+    result = called("--layouts", "tp", "--device", device)
+    assert result.exit_code == 0 and said in result.output, result.output
 
 
 def test_the_same_command_prints_the_same() -> None:
@@ -125,6 +132,15 @@ def test_a_device_without_memory_needs_a_size() -> None:
         simulate_command, ["--model", str(MODEL), "--device", "cpu", "--ranks", "2", "--trace", LOAD]
     )
     assert result.exit_code != 0 and "--memory: cpu does not say" in result.output
+
+
+def test_a_device_too_small_for_the_model_is_named_with_what_helps(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V32))
+    arguments = ["--model", str(tmp_path), "--device", "h200", "--ranks", "8", "--trace", LOAD]
+    result = CliRunner().invoke(simulate_command, arguments)
+    assert result.exit_code != 0 and "--memory" not in result.output
+    assert "--device: 90 % of 149,250,113,536 bytes are not enough: " in result.output
+    assert result.output.endswith("take more ranks, more memory a rank, or smaller formats such as --weights fp8\n")
 
 
 def test_the_map_is_the_cost_model_s() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from splash_trt.config import Layout
 from splash_trt.layout.switch import ABORTABLE, LEGAL, IllegalMove, Record, State, SwitchMachine
-from splash_trt.plan import StepResult
+from splash_trt.plan import SAMPLE, StepResult
 from splash_trt.request import FinishReason, Request
 from tests.oracles.checked_scheduler import CheckedScheduler, request
 from tests.oracles.simulated_ranks import expected_tokens
@@ -263,6 +263,42 @@ def test_new_rows_lost_after_the_commit_are_computed_again() -> None:
     assert wanted > 0 and s.c.scheduler.complete(nonsense) == [], "tokens made of lost rows were told"
     again = s.c.scheduler.schedule()
     assert again is not None and again.layout is Layout.TP and (again.start == 0).all() and len(again.sampling)
+
+
+def test_a_prompt_computed_again_after_the_commit_is_scored_once() -> None:
+    """Log-probabilities of its tokens that were planned, and never told, are told after all."""
+    c = CheckedScheduler((100, 100), layout=Layout.DP, layouts=tuple(Layout), max_batch_tokens=6, max_running=4)
+    scored = request("scored", 60, 2, prompt_logprobs=0)
+    c.add(scored)
+    c.step()
+    c.scheduler.switch(Layout.TP, "test")
+    while c.switcher.state is not State.ARMED:
+        c.step()
+    c.failing = {1 - c.scheduler.directory["scored"].placement.home: "lost"}
+    plan = c.schedule()
+    assert plan is not None and len(plan.late_moves) and c.num_in_flight == 2
+    c.complete()
+    first = c.scheduler.schedule()  # not for these ranks: they would notice at once
+    assert first is not None and first.layout is Layout.TP and len(first.want_index) > 0
+    c.complete()
+    told = [entry.token for delta in c.outputs.deltas["scored"] for entry in delta.prompt_logprobs]
+    assert c.scheduler.num_running == 0 and 0 < len(told) < 40, "the situation did not arise"
+    in_flight = [first]
+    while c.scheduler.has_requests:
+        plan = c.scheduler.schedule()
+        in_flight += [] if plan is None else [plan]
+        done = in_flight.pop(0)
+        wanted = len(done.want_index)
+        result = msgspec.structs.replace(
+            StepResult.empty(done.step),
+            token=np.where(done.want_target == SAMPLE, 1, done.want_target),
+            logprob=np.zeros(wanted),
+            top_token=np.zeros((wanted, 0), np.int64),
+            top_logprob=np.zeros((wanted, 0)),
+        )
+        for delta in c.scheduler.complete(result):
+            told += [entry.token for entry in delta.prompt_logprobs]
+    assert told == list(scored.prompt[1:])
 
 
 def test_room_in_the_top_comes_back_only_when_no_plan_writes_heads_there() -> None:
