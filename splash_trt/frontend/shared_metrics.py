@@ -2,11 +2,13 @@
 
 Each leaves what it has counted in a file, once a second and when it is asked, and whoever is asked adds up what is in
 the files. So no total ever falls, wherever the questions go: Prometheus would take that for a new start. A frontend
-that takes a dead one's place goes on from its file. What the engine tells all of them, the first one counts for all.
+that takes a dead one's place goes on from its file. What the engine tells all of them, the first one counts for all;
+what the engine told while that one was started anew, it says again.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 import threading
@@ -23,6 +25,7 @@ from prometheus_client.samples import Sample
 
 from splash_trt.frontend.member import Member
 from splash_trt.lifeline import COUNTS_PREFIX
+from splash_trt.observe.switches import Counted
 
 PUBLISH_S = 1.0
 STALE_S = 5.0  # gauges of a frontend that has not said anything for so long are not counted
@@ -43,6 +46,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """All that one frontend has counted, at `now_s` of the monotonic clock."""
 
     now_s: float
+    counted: Counted
+    """How far `engine` has come."""
     engine: list[Family]
     requests: list[Family]
     process: list[Family]
@@ -66,7 +71,10 @@ class SharedMetrics(Collector):
         self._own = registries
         self._member = member
         self._lock = threading.Lock()
+        self.counting = threading.Lock()
+        """Held while `counted` and the engine's counters change together."""
         before = None if member is None else _read(_path(member, member.number))
+        self.counted = before.counted if before is not None else Counted()
         self._engine_before = _values(before.engine) if before is not None else {}
         self._requests_before = _values(before.requests) if before is not None else {}
 
@@ -90,9 +98,12 @@ class SharedMetrics(Collector):
     def publish(self) -> Snapshot:
         """Leaves what there is now for the siblings."""
         with self._lock:
+            with self.counting:
+                engine, counted = _families(self._own.engine, self._engine_before), copy.deepcopy(self.counted)
             snapshot = Snapshot(
                 now_s=time.monotonic(),
-                engine=_families(self._own.engine, self._engine_before),
+                counted=counted,
+                engine=engine,
                 requests=_families(self._own.requests, self._requests_before),
                 process=_families(self._own.process, {}),
             )
