@@ -22,7 +22,7 @@ class Layout(enum.IntEnum):
         """The layout called `name` ("tp", "dp", "cp" or "dop", in any case); ValueError for any other."""
         try:
             return cls[name.upper()]
-        except KeyError:
+        except (KeyError, AttributeError):  # unknown, or no text
             raise ValueError(f"layout: {name!r} is not one of tp, dp, cp, dop") from None
 
 

@@ -27,6 +27,7 @@ from splash_trt.link import (
     Submit,
     SwitchReport,
     ToEngine,
+    Totals,
     in_columns,
 )
 from splash_trt.link_server import LinkServer
@@ -81,6 +82,7 @@ class EngineServer:
         self._names: dict[tuple[bytes, str], str] = {}  # by client and its id
         self._requests: dict[str, tuple[bytes, str, int | None]] = {}  # by name: client, its id, Submit.number
         self._count = 0
+        self._totals: Totals = {}
         self._reported: dict[int, tuple[object, ...]] = {}  # of the latest switches: {number: what was reported}
         self._switch_lines = SwitchLines(log)
         self._stopping = False
@@ -106,7 +108,7 @@ class EngineServer:
         if message is None:
             self._link.send(client, self._ready)
             # A new frontend should know the layout, also while the engine is idle and has no step to report.
-            self._link.send(client, self._frames(Turn(), []))
+            self._link.send(client, msgspec.structs.replace(self._frames(Turn(), []), totals=dict(self._totals)))
             self._tell_past_switches(client)
         elif isinstance(message, Submit):
             self._submit(client, message.request, message.number)
@@ -168,6 +170,8 @@ class EngineServer:
             if delta.finish is not None:
                 self._end(delta.request_id)
         status, num_output = self._status(), sum(len(delta.tokens) for delta in turn.deltas)
+        for key, count in self._frames(turn, [], status).counts.items():
+            self._totals[key] = self._totals.get(key, 0.0) + count
         for client, deltas in by_client.items():
             if not self._link.send(client, self._frames(turn, deltas, status, num_output)):
                 self._forget(client)

@@ -46,6 +46,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     drain: bool = True
 
 
+Totals = dict[tuple[str, ...], float]
+"""What an engine has counted since its start, by name and labels: see Frames.counts."""
+
 ToEngine = Submit | Cancel | SetLayout | Explain | Shutdown
 
 
@@ -124,10 +127,28 @@ class Frames(msgspec.Struct, frozen=True, tag=True):
     """The tokens of `numbers`, in the same order."""
     num_elsewhere: int = 0
     """Output tokens of this step that went to other frontends' requests."""
+    totals: Totals | None = None
+    """With the first of a connection: `counts` of all before, added up."""
 
     def __post_init__(self) -> None:
         if len(self.numbers) != len(self.tokens):
             raise ValueError(f"tokens: {len(self.tokens)} for {len(self.numbers)} numbers")
+
+    @property
+    def counts(self) -> Totals:
+        """What it adds to the engine's totals. sizes: steps by their tokens, rounded up to a power of two."""
+        counts: Totals = {}
+        if self.num_tokens:
+            layout = self.layout or self.status.layout
+            counts["sizes", str(1 << (self.num_tokens - 1).bit_length())] = 1
+            counts["steps", layout] = 1
+            counts["tokens", layout] = self.num_tokens
+            counts["seconds", layout] = self.seconds
+        if self.preemptions:
+            counts["preemptions",] = self.preemptions
+        if self.decision is not None:
+            counts["decisions", self.decision.source, self.decision.target, self.decision.kind] = 1
+        return counts
 
     @property
     def num_output(self) -> int:

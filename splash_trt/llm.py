@@ -6,8 +6,10 @@ on each, and every rank gets the same outputs.
 
 from __future__ import annotations
 
+import operator
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +68,8 @@ class LLM:
         objective: str = "throughput",
         **config: Any,
     ) -> None:
+        if not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"ranks: {ranks!r} is not a whole number from 1")
         folder = Path(checkpoint)
         goal = Objective.parse(objective)
         known = None if device is None else load_device(device)
@@ -85,6 +89,7 @@ class LLM:
         )
         self._tokenizer = folder if (folder / "tokenizer.json").exists() else None
         self._count = 0
+        self._turn = threading.Lock()  # held by the thread that is in generate()
         self._broken = False
         self._closed = False
         self._close: Callable[[], None] = lambda: None
@@ -121,10 +126,22 @@ class LLM:
 
         sampling: one for all prompts, or one for each. ValueError says what is wrong with a prompt, before any is run.
         """
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError("another thread is in generate() of this LLM, which takes one call at a time")
+        try:
+            return self._generate(prompts, sampling)
+        finally:
+            self._turn.release()
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Completion]:
         if self._closed:
             raise RuntimeError("this LLM is closed; make a new one")
         if self._broken:
             raise RuntimeError("an earlier generate() was interrupted; make a new LLM")
+        if not isinstance(prompts, Collection):
+            raise ValueError(f"prompts: {prompts!r} is not a list; give a list of prompts, each a list of token ids")
         requests = self._requests(prompts, sampling)
         self._count += len(requests)
         if self.orchestrator is None:
@@ -165,7 +182,7 @@ class LLM:
             if not isinstance(p, SamplingParams):
                 raise ValueError(f"sampling: {p!r} is not a SamplingParams")
         return [
-            Request(id=f"{self._count + i:08d}", prompt=tuple(prompt), sampling=p)
+            Request(id=f"{self._count + i:08d}", prompt=_token_ids(prompt), sampling=p)
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
 
@@ -250,6 +267,19 @@ def _run_on(wish: str, ranks: int) -> str:
     if ranks > 1 and wish in ("gpu", "shared-gpu"):
         raise ValueError(f"run_on: on GPUs {ranks} ranks are processes: start the script with mpirun -n {ranks}")
     return choose("cpu" if ranks > 1 and wish == "auto" else wish, ranks)
+
+
+def _token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
+    """Whole numbers of whatever type, numpy's say, as ints. What is none stays, for Request.check to refuse."""
+    ids = tuple(prompt)
+    return ids if set(map(type, ids)) <= {int} else tuple(map(_as_int, ids))
+
+
+def _as_int(token: int) -> int:
+    try:
+        return token if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        return token
 
 
 def _completion(request: Request, deltas: Sequence[TokenDelta]) -> Completion:

@@ -177,10 +177,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         _check(len(self.prompt) >= 1, "prompt", "[]", "at least one token")
         prompt = self.prompt
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:  # faster than one by one
-            bad = next((i for i in prompt if not (isinstance(i, int) and 0 <= i < vocab_size)), None)
-            _check(bad is None, "prompt", bad, f"token ids from 0 to {vocab_size - 1}")
-        bad = next((i for i in self.sampling.logit_bias if i >= vocab_size), None)
-        _check(bad is None, "logit_bias", bad, f"token ids from 0 to {vocab_size - 1}")
+            bad = [i for i in prompt if not (_whole(i) and 0 <= i < vocab_size)]
+            _check(not bad, "prompt", bad[0] if bad else None, f"token ids from 0 to {vocab_size - 1}")
+        beyond = next((i for i in self.sampling.logit_bias if i >= vocab_size), None)
+        _check(beyond is None, "logit_bias", beyond, f"token ids from 0 to {vocab_size - 1}")
         room = f"at most {max_context - 1} tokens, so that one more fits the context of {max_context}"
         if len(self.prompt) >= max_context:
             raise ValueError(f"prompt: {len(self.prompt)} tokens are too many; it must be {room}")

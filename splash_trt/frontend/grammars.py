@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from splash_trt.frontend.background import BackgroundThreads
 from splash_trt.frontend.errors import ApiError
 from splash_trt.frontend.structured import Form
@@ -12,10 +10,10 @@ from splash_trt.runtime.grammar import GrammarCompiler
 
 
 class Grammars:
-    """Checks grammars. folder: with tokenizer.json."""
+    """Checks grammars. tokenizer: the bytes of tokenizer.json."""
 
-    def __init__(self, folder: Path, background: BackgroundThreads) -> None:
-        self._folder = folder
+    def __init__(self, tokenizer: bytes, background: BackgroundThreads) -> None:
+        self._tokenizer = tokenizer
         self._background = background
         self._compiler: GrammarCompiler | None = None
         self._made_for: tuple[object, ...] = ()
@@ -36,5 +34,5 @@ class Grammars:
         """The compiler, made at its first use: that takes a second for a large vocabulary, and few servers need it."""
         wanted = (ready.vocab_size, ready.eos_token_ids)
         if self._compiler is None or self._made_for != wanted:
-            self._compiler, self._made_for = GrammarCompiler(self._folder, *wanted), wanted
+            self._compiler, self._made_for = GrammarCompiler(self._tokenizer, *wanted), wanted
         return self._compiler

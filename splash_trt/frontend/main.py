@@ -142,7 +142,7 @@ def serving_of(options: Options, engine: EngineClient, metrics: Metrics) -> Serv
         engine=engine,
         metrics=metrics,
         tokenizer=tokenizer,
-        grammars=None if options.tokenizer is None else Grammars(Path(options.tokenizer), background),
+        grammars=None if tokenizer is None else Grammars(tokenizer.source, background),
         model_name=options.model_name,
         limits=Limits(
             max_queued=options.max_queued,

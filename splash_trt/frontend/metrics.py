@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from splash_trt.frontend.member import Member
 from splash_trt.frontend.shared_metrics import Registries, SharedMetrics
-from splash_trt.link import Frames, Ready, Status, SwitchReport
+from splash_trt.link import Frames, Ready, Status, SwitchReport, Totals
 from splash_trt.observe.compat import CompatNames
 from splash_trt.observe.series import Distribution, Rate, Total
 from splash_trt.observe.spans import Spans
@@ -38,9 +38,9 @@ class Metrics:
         ProcessCollector(registry=registries.process)
         self._engine_counters(registries.engine)
         self._request_counters(registries.requests)
-        self._switches = SwitchMetrics(registries.engine)
         registry = self._registry = CollectorRegistry()
         self._shared = SharedMetrics(registries, member)
+        self._switches = SwitchMetrics(registries.engine, self._shared.counted)
         registry.register(self._shared)
         self._compat = CollectorRegistry()
         self._compat.register(CompatNames(registry, model_name))
@@ -56,6 +56,13 @@ class Metrics:
         self._preemptions = Counter("splash_preemptions", help_text, registry=registry)
         help_text = "Times that the policy asked for another layout"
         self._decisions = Counter("splash_decisions", help_text, ["source", "target", "kind"], registry=registry)
+        self._by_name = {
+            "tokens": self._tokens,
+            "steps": self._steps,
+            "seconds": self._step_seconds,
+            "preemptions": self._preemptions,
+            "decisions": self._decisions,
+        }
         self._restarts = Counter("splash_engine_restarts", "Engines that took another's place", registry=registry)
 
     def _request_counters(self, registry: CollectorRegistry) -> None:
@@ -102,26 +109,46 @@ class Metrics:
         return self._switches.records()
 
     def on_restart(self) -> None:
-        """A new engine answers. It reports only what happens from now on, so nothing is counted twice."""
-        self._switches.on_restart()
-        self._restarts.inc()
+        """A new engine answers. Its totals begin at zero, so nothing is counted twice."""
+        with self._shared.counting:
+            self._shared.counted.begin("")
+            self._switches.on_restart()
+            self._restarts.inc()
 
     def on_frames(self, frames: Frames) -> None:
         self._spans.on_status(frames.status)
-        if frames.num_tokens:
-            layout = frames.layout or frames.status.layout
-            self._tokens.labels(layout).inc(frames.num_tokens)
-            self._steps.labels(layout).inc()
-            self._step_seconds.labels(layout).inc(frames.seconds)
-            self._step_tokens.observe(frames.num_tokens)
-        if frames.preemptions:
-            self._preemptions.inc(frames.preemptions)
-        if frames.decision is not None:
-            decided = frames.decision
-            self._decisions.labels(decided.source, decided.target, decided.kind).inc()
+        with self._shared.counting:
+            self._go_on(frames.incarnation)
+            before = self._shared.counted.totals
+            missed = {key: total - before.get(key, 0.0) for key, total in (frames.totals or {}).items()}
+            self._count({key: count for key, count in missed.items() if count > 0})
+            self._count(frames.counts)
+
+    def _go_on(self, incarnation: str) -> None:
+        """Go on counting this engine's news where this frontend, or the one whose place it takes, has stopped."""
+        counted = self._shared.counted
+        if counted.incarnation != incarnation:
+            if counted.incarnation:  # the engine was started anew while nobody was in this place
+                self._restarts.inc()
+            counted.begin(incarnation)
+
+    def _count(self, counts: Totals) -> None:
+        totals = self._shared.counted.totals
+        for key, count in counts.items():
+            totals[key] = totals.get(key, 0.0) + count
+            name, *labels = key
+            if name == "sizes":
+                self._step_tokens.add(int(labels[0]), int(count), 0.0)
+                continue
+            if name == "tokens":
+                self._step_tokens.add(0, 0, count)
+            counter = self._by_name[name]
+            (counter.labels(*labels) if labels else counter).inc(count)
 
     def on_switch(self, report: SwitchReport) -> None:
-        self._switches.on_report(report)
+        with self._shared.counting:
+            self._go_on(report.incarnation)
+            self._switches.on_report(report)
 
     def on_response(self, path: str, code: int) -> None:
         self._responses.labels(path, str(code)).inc()

@@ -2,11 +2,13 @@
 
 Each writes what it has counted to a file, once a second and when it is scraped; the one that is scraped adds up the
 files. So no total ever decreases, whichever frontend is scraped: Prometheus would take that for a restart. A frontend
-that replaces a dead one goes on from its file. Events that the engine reports to all are counted by frontend 0 only.
+that replaces a dead one goes on from its file. What the engine reports to all is counted by frontend 0 only; what it
+reported while that one was being restarted, it reports again.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 import threading
@@ -23,6 +25,7 @@ from prometheus_client.samples import Sample
 
 from splash_trt.frontend.member import Member
 from splash_trt.lifeline import COUNTS_PREFIX
+from splash_trt.observe.switches import Counted
 
 PUBLISH_S = 1.0
 STALE_S = 5.0  # gauges of a frontend that has written nothing for so long are left out
@@ -43,6 +46,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """All that one frontend has counted up to `now_s` on the monotonic clock."""
 
     now_s: float
+    counted: Counted
+    """How far `engine` has come."""
     engine: list[Family]
     requests: list[Family]
     process: list[Family]
@@ -67,7 +72,10 @@ class SharedMetrics(Collector):
         self._own = registries
         self._member = member
         self._lock = threading.Lock()
+        self.counting = threading.Lock()
+        """Held while `counted` and the engine's counters change together."""
         before = None if member is None else _read(_path(member, member.number))
+        self.counted = before.counted if before is not None else Counted()
         self._engine_before = _values(before.engine) if before is not None else {}
         self._requests_before = _values(before.requests) if before is not None else {}
 
@@ -91,9 +99,12 @@ class SharedMetrics(Collector):
     def publish(self) -> Snapshot:
         """Writes what has been counted so far for the siblings, and returns it."""
         with self._lock:
+            with self.counting:
+                engine, counted = _families(self._own.engine, self._engine_before), copy.deepcopy(self.counted)
             snapshot = Snapshot(
                 now_s=time.monotonic(),
-                engine=_families(self._own.engine, self._engine_before),
+                counted=counted,
+                engine=engine,
                 requests=_families(self._own.requests, self._requests_before),
                 process=_families(self._own.process, {}),
             )

@@ -73,7 +73,9 @@ class Tokenizer:
         """ValueError names the file that is missing or broken."""
         path = folder / "tokenizer.json"
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self.source = path.read_bytes()
+            """What the file holds."""
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.source.decode())
         except OSError as error:
             raise ValueError(f"tokenizer: {path} cannot be read: {error.strerror}") from None
         except Exception as error:  # the package raises plain Exceptions

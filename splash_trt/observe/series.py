@@ -28,8 +28,12 @@ class Distribution(Collector):
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        self.add(value, times, value * times)
+
+    def add(self, value: float, times: int, total: float) -> None:
+        """So many values of the bucket that `value` is in, and the sum of some, be it these or others."""
         self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self._sum += total
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from splash_trt.link import SwitchReport
+from splash_trt.link import SwitchReport, Totals
 
 MAX_KEPT = 1000
 """How many records of the latest switches are kept."""
@@ -16,10 +17,25 @@ _RATIO = (0.95, 1, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 5)
 _STALL_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 
 
-class SwitchMetrics:
-    """Keeps the records of the latest MAX_KEPT switches, and the metrics for Prometheus. Bytes are those in plans."""
+class Counted(msgspec.Struct):
+    """How much of an engine's news has been counted: of steps these totals, of switches the ends and stalls so far."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    incarnation: str = ""  # empty: no engine has told anything
+    totals: Totals = {}
+    ended_to: int = 0  # a switch's number
+    stalled_to: int = 0
+
+    def begin(self, incarnation: str) -> None:
+        self.incarnation, self.totals, self.ended_to, self.stalled_to = incarnation, {}, 0, 0
+
+
+class SwitchMetrics:
+    """Keeps the records, newest `MAX_KEPT`, and what Prometheus is told. Bytes are those planned.
+
+    counted: how far switches have been counted, which it carries on.
+    """
+
+    def __init__(self, registry: CollectorRegistry, counted: Counted) -> None:
         ends = ["source", "target"]
 
         def counter(name: str, help_text: str, labels: list[str]) -> Counter:
@@ -40,8 +56,7 @@ class SwitchMetrics:
         help_text = "The slowest rank's gap before the first step in the new layout, less the median gap"
         self._stall_s = histogram("stall_seconds", help_text, ends, _STALL_S)
         self._records: dict[int, dict[str, object]] = {}
-        self._ended_to = 0
-        self._stalled_to = 0
+        self._counted = counted
 
     def records(self) -> list[dict[str, object]]:
         """The records, newest first."""
@@ -50,24 +65,20 @@ class SwitchMetrics:
     def on_restart(self) -> None:
         """A new engine numbers its switches from 1 again: forgets the records, but keeps what was counted."""
         self._records.clear()
-        self._ended_to = self._stalled_to = 0
 
     def on_report(self, report: SwitchReport) -> None:
         """Takes a report. Switches end one at a time, in order; a stall is reported at the end or soon after."""
         record, number = report.record, report.number
         self._records[number] = record
-        if report.is_past:  # a repeated report: frontends that were connected before have counted what it says
-            self._ended_to = max(self._ended_to, number if record.get("ended") else 0)
-            self._stalled_to = max(self._stalled_to, number if record.get("stall_s") is not None else 0)
         while len(self._records) > MAX_KEPT:
             del self._records[min(self._records)]
         ends = (str(record.get("source")), str(record.get("target")))
         stall_s = _number(record.get("stall_s"))
-        if stall_s is not None and number > self._stalled_to:
-            self._stalled_to = number
+        if stall_s is not None and number > self._counted.stalled_to:
+            self._counted.stalled_to = number
             self._stall_s.labels(*ends).observe(stall_s)
-        if record.get("ended") and number > self._ended_to:
-            self._ended_to = number
+        if record.get("ended") and number > self._counted.ended_to:
+            self._counted.ended_to = number
             self._count(ends, record)
 
     def _count(self, ends: tuple[str, str], record: dict[str, object]) -> None:

@@ -76,15 +76,16 @@ class Matcher:
 class GrammarCompiler:
     """Makes matchers for one vocabulary.
 
-    folder: holds tokenizer.json. ValueError if the file is missing or of no use, or the model has no end-of-text id.
+    tokenizer: a folder with tokenizer.json, or what that file holds. ValueError if the file is missing or of no use, or
+    the model has no end-of-text id.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        path = folder / "tokenizer.json"
+    def __init__(self, tokenizer: Path | bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        path = (tokenizer if isinstance(tokenizer, Path) else Path()) / "tokenizer.json"
         if not eos_token_ids:
             raise ValueError("grammar: the model has no end-of-text id, so no output could end; set eos_token_id")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (tokenizer if isinstance(tokenizer, bytes) else path.read_bytes()).decode()
             own_size = _own_size(text)
             self._tokenizer = LLTokenizer(text, n_vocab=max(vocab_size, own_size), eos_token=list(eos_token_ids))
         except OSError as error:

@@ -25,9 +25,12 @@ class DummyWeights:
 
     An element depends only on the seed, its tensor's name and its index in the whole tensor: a 64-bit hash of these
     chooses one of 2^16 quantiles of the normal distribution (so no value is beyond 4.33 standard deviations).
+    ValueError for a seed that is no whole number from 0.
     """
 
     def __init__(self, model: ModelConfig, seed: int = 0) -> None:
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise ValueError(f"dummy_weights: {seed!r} is not a seed, which is a whole number from 0")
         self.model = model
         self.seed = seed
         size = 1 << _TABLE_BITS

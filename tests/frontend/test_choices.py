@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,8 +16,9 @@ import pytest
 from splash_trt.frontend.sampling import choice_seed
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.request import Grammar, GrammarKind
+from tests.frontend.conftest import TEMPLATE, make_tokenizer
 from tests.frontend.fake_engine import FakeEngine
-from tests.frontend.servers import FrontendProcess
+from tests.frontend.servers import FrontendProcess, start_frontend, wait_until_ready
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER: Any = [{"role": "user", "content": "Hello"}]
@@ -220,6 +222,17 @@ def test_forms_that_do_not_compile(
         assert answer.status == 400 and answer.json["error"]["param"] == param, answer.data
         assert answer.json["error"]["message"].startswith(f"{param}: this ")
     assert len(engine.submitted) == before
+
+
+def test_forms_need_no_files_once_the_frontend_serves(shared: tuple[FakeEngine, str], tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path, TEMPLATE)
+    server = wait_until_ready(start_frontend(shared[1], "--tokenizer", str(folder), "--keep-engine"))
+    try:
+        (folder / "tokenizer.json").unlink()
+        answer = server.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "a|b"})
+        assert answer.status == 200, answer.data
+    finally:
+        server.end()
 
 
 @pytest.mark.parametrize("texts", [["a.b", "c*d", "<e>", "f#g & h-i~j", "k/l\\m\n\u20ac[]{}^$|?+()"]])

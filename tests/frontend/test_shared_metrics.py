@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from splash_trt.frontend import shared_metrics
 from splash_trt.frontend.member import Member
 from splash_trt.frontend.metrics import Metrics
-from splash_trt.link import Frames, Status, SwitchReport
+from splash_trt.link import Decided, Frames, Status, SwitchReport, Totals
 
 STATUS = Status("tp", 0, "steady", None, 1.0, "auto", 0, 0, (0,), (0,), (64,))
 SWITCH: dict[str, object] = {"source": "tp", "target": "dp", "outcome": "done", "ended": "done", "stall_s": 0.002}
@@ -95,13 +95,78 @@ def test_a_rate_of_one_that_is_gone_is_none(tmp_path: Path) -> None:
         assert (("process_open_fds", (("frontend", "0"),)) in values(there)) == (told > 0)
 
 
-def test_a_switch_of_before_is_kept_and_not_counted() -> None:
-    metrics = Metrics()
-    metrics.on_switch(SwitchReport("i", 1, SWITCH, is_past=True))
-    assert total(metrics, "splash_switches_total") == 0 and total(metrics, "splash_switch_stall_seconds_count") == 0
-    assert metrics.switches() == [SWITCH]
-    metrics.on_switch(SwitchReport("i", 2, {**SWITCH, "number": 2}))
-    assert total(metrics, "splash_switches_total") == 1 and total(metrics, "splash_switch_stall_seconds_count") == 1
+class Engine:
+    """Tells those that listen, and counts for those that come."""
+
+    def __init__(self, incarnation: str) -> None:
+        self.incarnation = incarnation
+        self.totals: Totals = {}
+        self.num_switches = 0
+
+    def welcomes(self, metrics: Metrics) -> None:
+        metrics.on_frames(Frames(self.incarnation, 0, 0, 0.0, STATUS, totals=dict(self.totals)))
+        for number in range(1, self.num_switches + 1):
+            metrics.on_switch(SwitchReport(self.incarnation, number, SWITCH, is_past=True))
+
+    def steps(self, num_tokens: int, *listeners: Metrics) -> None:
+        """A step, a preemption, a decision and a switch."""
+        about = Decided("tp", "dp", "crowd")
+        frames = Frames(self.incarnation, 1, num_tokens, 0.5, STATUS, preemptions=1, decision=about)
+        for key, count in frames.counts.items():
+            self.totals[key] = self.totals.get(key, 0.0) + count
+        self.num_switches += 1
+        for metrics in listeners:
+            metrics.on_frames(frames)
+            metrics.on_switch(SwitchReport(self.incarnation, self.num_switches, SWITCH))
+
+
+COUNTERS = ("steps", "preemptions", "decisions", "switches")
+
+
+def engine_counts(metrics: Metrics) -> list[float]:
+    """Of COUNTERS, which are the same, tokens, seconds; checked against the histograms."""
+    (steps,) = {total(metrics, f"splash_{name}_total") for name in COUNTERS}
+    tokens = total(metrics, "splash_tokens_total")
+    assert total(metrics, "splash_step_tokens_count") == total(metrics, "splash_switch_stall_seconds_count") == steps
+    assert total(metrics, "splash_step_tokens_sum") == tokens
+    return [steps, tokens, total(metrics, "splash_step_seconds_total")]
+
+
+def test_what_the_engine_told_while_nobody_counted_is_counted_once(tmp_path: Path) -> None:
+    engine, first, other = Engine("i"), member(tmp_path, 0), member(tmp_path, 1)
+    for metrics in (first, other):
+        engine.welcomes(metrics)
+    engine.steps(7, first, other)
+    first.publish()
+    engine.steps(5, first, other)  # which it does not come to leave for the others
+    engine.steps(3, other)
+    again = member(tmp_path, 0)
+    assert engine_counts(again) == engine_counts(other) == [1, 7, 0.5]
+    for _ in range(2):  # as after a connection that broke
+        engine.welcomes(again)
+        assert engine_counts(again) == engine_counts(other) == [3, 15, 1.5]
+    engine.steps(1, again, other)
+    assert engine_counts(again) == engine_counts(other) == [4, 16, 2.0]
+    bucket = values(again)["splash_step_tokens_bucket", (("le", "4.0"),)]
+    assert bucket == 2, "steps of 3 and of 1 tokens"
+    assert total(again, "splash_engine_restarts_total") == 0 and len(again.switches()) == 4
+
+
+def test_another_engine_that_came_while_nobody_counted_adds_to_what_was_counted(tmp_path: Path) -> None:
+    engine, later, first = Engine("i"), Engine("j"), member(tmp_path, 0)
+    engine.welcomes(first)
+    engine.steps(7, first)
+    first.publish()
+    later.steps(5)
+    again = member(tmp_path, 0)
+    later.welcomes(again)
+    later.steps(1, again)
+    assert engine_counts(again) == [3, 13, 1.5] and total(again, "splash_engine_restarts_total") == 1
+    again.on_restart()
+    latest = Engine("k")
+    latest.welcomes(again)
+    latest.steps(2, again)
+    assert engine_counts(again) == [4, 15, 2.0] and total(again, "splash_engine_restarts_total") == 2
 
 
 def test_alone_it_answers_for_itself(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ as the witness that the case is the one meant."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,7 +14,7 @@ from splash_trt.llm import LLM
 from splash_trt.memory.map import memory_map
 from splash_trt.models.families import load_config
 from splash_trt.orchestrator import Orchestrator
-from splash_trt.request import SamplingParams
+from splash_trt.request import Completion, SamplingParams, TokenDelta
 from tests.layouts.harness import (
     LAYOUTS,
     MEMORY_BYTES,
@@ -166,6 +167,66 @@ def test_wrong_calls_are_named_and_change_nothing(models: Models) -> None:
         assert len(llm.generate([[1, 2]], params)[0].tokens) == 2
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1, 2]], params)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": "2"}, "ranks: '2' is not a whole number from 1"),
+        ({"ranks": None}, "ranks: None is not"),
+        ({"ranks": 0}, "ranks: 0 is not"),
+        ({"layout": None}, "layout: None is not one of"),
+        ({"dummy_weights": "a"}, "dummy_weights: 'a' is not a seed"),
+        ({"dummy_weights": -1}, "dummy_weights: -1 is not a seed"),
+        ({"dummy_weights": True}, "dummy_weights: True is not a seed"),
+    ],
+)
+def test_wrong_options_are_named_before_any_rank_starts(models: Models, options: dict[str, Any], words: str) -> None:
+    before = rank_threads()
+    with pytest.raises(ValueError, match=f"^{words}"):
+        LLM(models.folder("v3_base"), memory_bytes=MEMORY_BYTES, dtype="float64", **options)
+    assert rank_threads() <= before
+
+
+def test_token_ids_are_whole_numbers_of_any_type(models: Models) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    with LLM(models.folder("v3_base"), memory_bytes=MEMORY_BYTES, dtype="float64") as llm:
+        plain = llm.generate([[1, 2], [3, 4]], params)
+        for prompts in (np.array([[1, 2], [3, 4]]), [np.array([1, 2], np.uint8), [np.int64(3), 4]]):
+            found: Any = llm.generate(prompts, params)  # type: ignore[arg-type]
+            assert [(one.prompt, one.tokens) for one in found] == [(one.prompt, one.tokens) for one in plain]
+            assert all(type(token) is int for one in found for token in one.prompt)
+        for token in (True, np.True_, 1.0, np.float32(1), None, "1", np.array([1, 2])):
+            with pytest.raises(ValueError, match="^prompt: .* is not allowed; it must be token ids from 0 to"):
+                llm.generate([[1, token]], params)  # type: ignore[list-item]
+        prompts: Any
+        for prompts in (None, ([1] for _ in range(2)), 7):
+            with pytest.raises(ValueError, match="^prompts: .* is not a list; give a list of prompts"):
+                llm.generate(prompts, params)
+
+
+def test_a_second_thread_in_generate_is_told_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on, step = threading.Event(), threading.Event(), Orchestrator.step
+
+    def wait(self: Orchestrator) -> list[TokenDelta]:
+        inside.set()
+        assert go_on.wait(60)
+        return step(self)
+
+    monkeypatch.setattr(Orchestrator, "step", wait)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    with LLM(models.folder("v3_base"), memory_bytes=MEMORY_BYTES, dtype="float64") as llm:
+        answers: list[Completion] = []
+        first = threading.Thread(target=lambda: answers.extend(llm.generate([[1, 2]], params)))
+        first.start()
+        try:
+            assert inside.wait(60)
+            with pytest.raises(RuntimeError, match="another thread is in generate"):
+                llm.generate([[1, 2]], params)
+        finally:
+            go_on.set()
+            first.join(60)
+        assert [one.tokens for one in answers] == [one.tokens for one in llm.generate([[1, 2]], params)]
 
 
 def test_a_rank_that_calls_more_often_than_rank_0_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

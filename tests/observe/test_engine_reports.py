@@ -129,7 +129,8 @@ class Service:
         self.link = Script(None, *map(Submit, [*good, bad]))
         ready = Ready("first", 400, 56, (), 2, ("tp", "dp"), {"tp": LayoutCapacity(pages, 28, 14)})
         link: Any = self.link
-        EngineServer(orchestrator, link, ready, link, 4).run(lambda: False)
+        self.server = EngineServer(orchestrator, link, ready, link, 4)
+        self.server.run(lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +203,19 @@ def test_the_policy_begins_anew_only_after_a_pin(service: Service) -> None:
         orchestrator.set_layout(service.scheduler.layout.name, pin=True)
     orchestrator.set_layout("auto")
     assert (policy.resumed, orchestrator.mode) == (1, "auto")
+
+
+def test_a_frontend_that_comes_late_is_told_what_all_frames_counted(service: Service) -> None:
+    summed: dict[tuple[str, ...], float] = {}
+    for frames in service.link.of(Frames):
+        for key, count in frames.counts.items():
+            summed[key] = summed.get(key, 0.0) + count
+    num_sent = len(service.link.sent)
+    service.server._handle(b"late", None)
+    late = service.link.of(Frames)[-1]
+    del service.link.sent[num_sent:]
+    assert late.totals == summed
+    assert {key[0] for key in summed} == {"sizes", "steps", "tokens", "seconds", "preemptions", "decisions"}
+    assert not late.counts
+    first, *others = service.link.of(Frames)
+    assert first.totals == {} and all(frames.totals is None for frames in others)

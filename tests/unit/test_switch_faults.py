@@ -314,6 +314,32 @@ def test_room_in_the_top_comes_back_only_when_no_plan_writes_heads_there() -> No
     assert (s.c.scheduler.directory.free_pages() > before).all()
 
 
+def test_rows_of_a_request_that_gives_way_are_not_moved_any_more() -> None:
+    """They were chosen for the very plan for which another request takes the pages that they are in."""
+    c = CheckedScheduler((21, 40), layout=Layout.DP, layouts=(Layout.DP, Layout.CP), migration_bytes=1)
+    c.add(request("low", 60, 12, priority=-1))
+    c.run_until(lambda: "low" in c.outputs.tokens)
+    c.add(request("other", 156, 3))  # keeps the others off rank 1
+    c.step()
+    for r in (request("high", 4, 40), request("higher", 6, 40)):
+        c.add(r)
+        c.step()
+    c.cancel("other")
+    assert [c.scheduler.directory[name].placement.home for name in ("low", "high", "higher")] == [0, 0, 0]
+    c.scheduler.switch(Layout.CP, "test")
+    before, plan = 0, None
+    for _ in range(20):
+        if c.scheduler.preemptions:
+            break
+        before = 0 if c.switcher.record is None else c.switcher.record.rows_moved
+        plan = c.step()
+    record = c.switcher.records[0]
+    assert c.switcher.state is State.MIGRATING and record.rows_moved > before, "the situation did not arise"
+    assert plan is not None and len(plan.moves) == 0
+    c.run()
+    assert record.outcome == "committed"
+
+
 def test_stopping_also_forgets_what_waits_to_begin() -> None:
     s = Scene(Layout.TP, Layout.DP, State.RETIRING)
     s.c.scheduler.switch(Layout.CP, "test")
