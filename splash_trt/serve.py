@@ -22,7 +22,7 @@ from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
 from splash_trt.config import MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import DEFAULTS, choose, default_arena_bytes, gpu_name, refuse_too_much
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
@@ -218,7 +218,9 @@ def check_before_ranks(options: ServeOptions) -> None:
     model, _ = open_model(options)
     run_on = choose(options.run_on, _ranks_here(options))
     # How much memory GPUs have is asked for on their ranks: asking takes some of it.
-    engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
+    config = engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
+    if run_on == "cpu":
+        refuse_too_much(config.memory_bytes, _ranks_here(options) or 1)
     if environment.mpi_rank() == 0:
         if run_on == "gpu" and options.device is None:
             refuse_undescribed(options.folder, options.ranks)
