@@ -20,7 +20,7 @@ import torch
 
 from splash_engines.open import Engine, open_engine
 from splash_trt import environment, lifeline
-from splash_trt.calibrate.run import Calibration, calibrate, report
+from splash_trt.calibrate.run import Calibration, calibrate, doubt, report
 from splash_trt.dist.place import DEFAULTS, choose, run_on_of
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import CPU, ThreadWorld, World
@@ -117,6 +117,9 @@ def _keep(result: Calibration, path: Path) -> None:
     save_device(result.device, path)
     click.echo(report(result))
     click.echo(f"Wrote {path}")
+    about = doubt(result)
+    if about is not None:
+        _say(about)
 
 
 def _say(text: str) -> None:
