@@ -22,5 +22,6 @@ def main() -> NoReturn:
     except Exception:
         if not interrupted.came:  # else of modules that were left half imported
             raise
+    interruption.over()
     sys.stderr.write("splash-trt: interrupted\n")
     sys.exit(EXIT_INTERRUPTED)
