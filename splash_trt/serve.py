@@ -11,6 +11,7 @@ that ended first: 137 if it was killed, 70 if others waited too long for it, 72 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -34,6 +35,7 @@ from splash_trt.frontend.options import Options as FrontendOptions
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.frontends import Frontends
 from splash_trt.launch import run_under_mpi
+from splash_trt.link import Ready
 from splash_trt.link_server import LinkServer
 from splash_trt.memory.map import default_memory_bytes, model_sizes
 from splash_trt.models.config import ModelConfig
@@ -49,6 +51,8 @@ from splash_trt.scheduler.devices import device_for, load_device, refuse_undescr
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.source import WeightSource
 from splash_trt.worker import start_worker
+
+log = logging.getLogger(__name__)
 
 STARTUP_DEADLINE_S = 1800.0
 FOLDER_PREFIX = "splash-trt-"
@@ -96,6 +100,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         folder = self.engine or self.model
         assert folder is not None
         return Path(folder)
+
+    @property
+    def model_name(self) -> str:
+        return self.name or self.folder.resolve().name
 
     def check(self) -> None:
         """ValueError for options that do not go together."""
@@ -242,7 +250,7 @@ def frontend_options(options: ServeOptions, link_address: str) -> FrontendOption
     return FrontendOptions(
         **msgspec.structs.asdict(options.http),
         engine=link_address,
-        model_name=options.name or options.folder.resolve().name,
+        model_name=options.model_name,
         tokenizer=None if tokenizer is None else str(tokenizer),
         host=options.host,
         port=options.port,
@@ -297,6 +305,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     link = LinkServer(link_address)
     ready = ready_message(model, config, new_incarnation())
     server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
+    _announce(options, config, ready, orchestrator.mode)
     server.run(lambda: frontends is not None and frontends.ended())
     world.control.send(Kind.STOP)
     worker.runner.close()
@@ -306,3 +315,19 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
         frontends.close()
     link.close()
     return 0
+
+
+def _announce(options: ServeOptions, config: EngineConfig, ready: Ready, mode: str) -> None:
+    """The one line of the log that says what serves here."""
+    logs.event(
+        log,
+        logging.INFO,
+        "serving",
+        model=options.model_name,
+        ranks=config.num_ranks,
+        run_on=config.run_on,
+        dtype=config.dtype,
+        layout=config.layout.name.lower(),
+        mode=mode,
+        cache_tokens={name: room.total for name, room in ready.capacity.items()},
+    )
