@@ -23,5 +23,6 @@ def main() -> NoReturn:
     except Exception:
         if not interrupted.came:  # if it came, the error may be from a module whose import Ctrl-C cut short
             raise
+    interruption.over()
     sys.stderr.write("splash-trt: interrupted\n")
     sys.exit(EXIT_INTERRUPTED)

@@ -12,6 +12,7 @@ import numpy as np
 
 from splash_trt.config import EngineConfig
 from splash_trt.dist.control import Control
+from splash_trt.layout.switch import State
 from splash_trt.link import (
     Cancel,
     Decided,
@@ -153,9 +154,9 @@ class EngineServer:
             self._orchestrator.set_layout(message.layout, pin=message.pin)
         except ValueError as refusal:
             error = str(refusal)
-        self._link.send(client, LayoutReply(self._ready.incarnation, message.token, error))
         if error is None:
-            self._tell(Turn())  # the mode may have changed, and an idle engine takes no step
+            self._tell(Turn())  # before the answer, so that whoever has it finds what it changed
+        self._link.send(client, LayoutReply(self._ready.incarnation, message.token, error))
 
     def _tell(self, turn: Turn) -> None:
         """Send each client its deltas and the present status."""
@@ -214,15 +215,16 @@ class EngineServer:
 
     def _status(self) -> Status:
         scheduler = self._orchestrator.scheduler
-        record, directory = scheduler.switcher.record, scheduler.directory
+        switcher, directory = scheduler.switcher, scheduler.directory
+        state, record = switcher.told_state, switcher.record
         limits = directory.limits()
         tokens = self._page_tokens
         return Status(
             layout=scheduler.layout.name.lower(),
-            epoch=scheduler.switcher.epoch,
-            switch=scheduler.switcher.state.value,
-            switch_target=record.target if record else None,
-            switch_progress=record.progress if record else 1.0,
+            epoch=switcher.epoch,
+            switch=state.value,
+            switch_target=switcher.told_target,
+            switch_progress=record.progress if record else float(state is State.STEADY),
             mode=self._orchestrator.mode,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,

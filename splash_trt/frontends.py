@@ -159,12 +159,13 @@ class Frontends:
         """Their process ids, by their numbers."""
         return [child.process.pid for _, child in sorted(self._children.items())]
 
-    def end(self) -> None:
-        """Let them finish what is under way, as after SIGTERM; a second time: at once. May be called by a signal
-        handler."""
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Let them finish what is under way, as after the signal `number`; a second time: at once. May be called by a
+        signal handler."""
         self._ending = True
         for child in list(self._children.values()):
-            child.process.send_signal(signal.SIGTERM)
+            # One that is still being loaded would answer SIGINT with a traceback.
+            child.process.send_signal(number if child.answers else signal.SIGTERM)
         self._wake.send(b"\0")
 
     def await_end(self, seconds: float) -> None:
@@ -253,8 +254,8 @@ class Frontends:
                 child.process.send_signal(signal.SIGTERM)
 
     def _ended(self, number: int, code: int, again: bool) -> None:
-        # One that is still being loaded has no answer to SIGTERM of its own.
-        if self._closing or (self._ending and code in (0, -signal.SIGTERM)):
+        # One that is still being loaded, or is just ending, has no answer of its own to a signal.
+        if self._closing or (self._ending and code in (0, -signal.SIGTERM, -signal.SIGINT)):
             return
         what = f"{self._name(number)} {how_it_ended(code)}"
         # What was right when the run began is wrong for a while when the engine is built anew in its folder.

@@ -145,7 +145,7 @@ class Orchestrator:
         return {
             "mode": self.mode,
             "layout": switcher.layout.name.lower(),
-            "switch": switcher.state.value,
+            "switch": switcher.told_state.value,
             "why": record.why if record is not None else None,
             "policy": None if self._policy is None else self._policy.explain(self._clock()),
         }

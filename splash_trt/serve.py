@@ -23,7 +23,7 @@ from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
 from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name, refuse_too_much
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
@@ -35,6 +35,7 @@ from splash_trt.frontend.options import Options as FrontendOptions
 from splash_trt.frontend.tokenizer import Tokenizer
 from splash_trt.frontends import Frontends
 from splash_trt.launch import run_under_mpi
+from splash_trt.link import Ready
 from splash_trt.link_server import LinkServer
 from splash_trt.memory.map import default_memory_bytes, model_sizes
 from splash_trt.models.config import ModelConfig
@@ -50,6 +51,8 @@ from splash_trt.scheduler.devices import device_for, load_device, refuse_undescr
 from splash_trt.weights.dummy import DummyWeights
 from splash_trt.weights.source import WeightSource
 from splash_trt.worker import start_worker
+
+log = logging.getLogger(__name__)
 
 STARTUP_DEADLINE_S = 1800.0
 FOLDER_PREFIX = "splash-trt-"
@@ -99,6 +102,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         folder = self.engine or self.model
         assert folder is not None
         return Path(folder)
+
+    @property
+    def model_name(self) -> str:
+        return self.name or self.folder.resolve().name
 
     def check(self) -> None:
         """Raises ValueError for options that are wrong or do not go together."""
@@ -229,7 +236,9 @@ def check_before_ranks(options: ServeOptions) -> None:
     model, _ = open_model(options)
     run_on = choose(options.run_on, _ranks_here(options))
     # Only ranks ask how much memory GPUs have, since asking takes some of it; so none is taken to be missing here.
-    engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
+    config = engine_config(options, model, run_on, MOST_MEMORY_BYTES if run_on == "gpu" else None)
+    if run_on == "cpu":
+        refuse_too_much(config.memory_bytes, _ranks_here(options) or 1)
     if environment.mpi_rank() == 0:
         if run_on == "gpu" and options.device is None:
             refuse_undescribed(options.folder, options.ranks)
@@ -251,7 +260,7 @@ def frontend_options(options: ServeOptions, link_address: str) -> FrontendOption
     return FrontendOptions(
         **msgspec.structs.asdict(options.http),
         engine=link_address,
-        model_name=options.name or options.folder.resolve().name,
+        model_name=options.model_name,
         tokenizer=None if tokenizer is None else str(tokenizer),
         host=options.host,
         port=options.port,
@@ -308,6 +317,7 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
     ready = ready_message(model, config, new_incarnation())
     warn_of_context(model, config, ready.max_context)
     server = EngineServer(orchestrator, link, ready, world.control, config.page_tokens)
+    _announce(options, config, ready, orchestrator.mode)
     server.run(lambda: frontends is not None and frontends.ended())
     world.control.send(Kind.STOP)
     worker.runner.close()
@@ -317,3 +327,19 @@ def _serve(world: World, options: ServeOptions, link_address: str | None, fronte
         frontends.close()
     link.close()
     return 0
+
+
+def _announce(options: ServeOptions, config: EngineConfig, ready: Ready, mode: str) -> None:
+    """The one line of the log that says what serves here."""
+    logs.event(
+        log,
+        logging.INFO,
+        "serving",
+        model=options.model_name,
+        ranks=config.num_ranks,
+        run_on=config.run_on,
+        dtype=config.dtype,
+        layout=config.layout.name.lower(),
+        mode=mode,
+        cache_tokens={name: room.total for name, room in ready.capacity.items()},
+    )

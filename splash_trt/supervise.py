@@ -95,7 +95,7 @@ def _serve(frontends: Frontends, ranks: subprocess.Popen[bytes], failed: threadi
     """Waits until a signal has ended the frontends, one of them cannot be kept up, or mpirun ends. Returns the exit
     code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: frontends.end())
+        signal.signal(number, lambda number, _: frontends.end(number))
     while frontends.code is None and not failed.is_set() and ranks.poll() is None:
         failed.wait(POLL_S)
     if frontends.code is not None:

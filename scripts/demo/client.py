@@ -125,9 +125,9 @@ class Client:
             if response.status != 200:
                 raise Failure(f"{answer.ask.name}: HTTP {response.status}: {(await response.text())[:500]}")
             async for line in response.content:
-                event = line.decode().removeprefix("data: ").strip()
-                if event and event != "[DONE]":
-                    _take(answer, json.loads(event))
+                event = _event(answer, line.decode(errors="replace").strip())
+                if event is not None:
+                    _take(answer, event)
         if not answer.done:
             raise Failure(f"{answer.ask.name}: the answer ended after {len(answer.tokens)} tokens without a last word")
 
@@ -180,6 +180,19 @@ class Client:
     def _post(self, path: str, body: dict[str, object]) -> Any:
         assert self._session is not None
         return self._session.post(self._url + path, json=body)
+
+
+def _event(answer: Answer, line: str) -> dict[str, Any] | None:
+    """What a line of the stream says; None: nothing, as the comments of a quiet server. Failure if it is no event."""
+    if not line or line.startswith(":") or line == "data: [DONE]":
+        return None
+    try:
+        event = json.loads(line.removeprefix("data:"))
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or not ("choices" in event or "error" in event):
+        raise Failure(f"{answer.ask.name}: a line of the stream is no event: {line[:200]!r}")
+    return event
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:

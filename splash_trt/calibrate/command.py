@@ -20,7 +20,7 @@ import torch
 
 from splash_engines.open import Engine, open_engine
 from splash_trt import environment, lifeline
-from splash_trt.calibrate.run import Calibration, calibrate, report
+from splash_trt.calibrate.run import Calibration, calibrate, doubt, report
 from splash_trt.config import DEFAULTS
 from splash_trt.dist.place import choose, run_on_of
 from splash_trt.dist.watchdog import last_words
@@ -118,6 +118,9 @@ def _keep(result: Calibration, path: Path) -> None:
     save_device(result.device, path)
     click.echo(report(result))
     click.echo(f"Wrote {path}")
+    about = doubt(result)
+    if about is not None:
+        _say(about)
 
 
 def _say(text: str) -> None:

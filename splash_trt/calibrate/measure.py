@@ -29,6 +29,7 @@ LONG_S = 0.3  # if a step takes longer, the visit ends with it (on CPUs)
 MIN_CELLS = 16
 REFERENCE_ROWS = ((31, 1, 0), (31, 1, 0))  # two requests of one page each
 TELL_S = 5.0  # between two reports of progress
+MOST_SHARE = 0.99  # that is reported before all is done
 PRODUCT_SIZE = 384
 
 Progress = Callable[[str], None]
@@ -162,7 +163,7 @@ def measure(bench: Bench, cells: Sequence[Cell], seconds: float, progress: Progr
         now = time.monotonic()
         if now - reported > TELL_S:
             reported = now
-            share = min(1.0, (now - begin) / seconds) if seconds else 1.0
+            share = min(visits / MIN_CELLS, (now - begin) / seconds if seconds else 1.0, MOST_SHARE)
             progress(f"{share:.0%}: {visits} visits of {len(cells)} steps")
     unit = float(np.median(all_references))
     return [

@@ -33,6 +33,8 @@ RANDOM_CELLS = 32
 HELD_EVERY = 4
 """One in so many cells of the grid is held out: predicted instead of fitted."""
 RANDOM_SEED = 7
+MOST_ERROR = 0.3
+"""Median error of a calibration that may be trusted."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,17 @@ def report(result: Calibration) -> str:
         median, p90 = result.quantile(0.5, layout), result.quantile(0.9, layout)
         lines.append(f"  {layout.name.lower():<10}median {median:.1%}, 90th percentile {p90:.1%}")
     return "\n".join(lines)
+
+
+def doubt(result: Calibration) -> str | None:
+    """What a user has to know of a calibration that predicts badly; None: it does not."""
+    median = result.quantile(0.5)
+    if not median > MOST_ERROR:
+        return None
+    return (
+        f"WARNING: the median error is {median:.0%}: above {MOST_ERROR:.0%}, --layout auto decides badly by it. "
+        "Calibrate again with more --minutes, while nothing else runs on this machine"
+    )
 
 
 def _processor() -> str:

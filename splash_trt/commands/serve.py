@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from splash_trt import environment
+from splash_trt import environment, interruption
 from splash_trt.config import MAX_DEADLINE_S, OPERATORS, SIMULATED_ROUTING
 from splash_trt.frontend.options import http_options, take_settings
 from splash_trt.observe.options import observe_options
@@ -65,7 +65,9 @@ def serve_command(ranks: int | None, load: str | None, **fields: Any) -> None:
     or_fail(lambda: check_before_ranks(options))
     if environment.under_mpirun():
         serve_rank(options)
-    sys.exit(or_fail(lambda: supervise(options)))
+    code = or_fail(lambda: supervise(options))
+    interruption.over()
+    sys.exit(code)
 
 
 @click.command("serve-rank", hidden=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
 from splash_trt.config import RUN_ON_WISHES
@@ -11,6 +15,7 @@ MEMORY_SHARE = 0.85
 """Of a GPU's memory, for a rank's arena where nobody says how much. The rest is the CUDA context's and NCCL's, CUDA
 graphs' and a step's activations."""
 _MEMORY_UNIT = 2 << 20  # device memory comes in pieces of this
+_CONTAINER_LIMITS = tuple(map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")))
 
 
 def num_gpus() -> int:
@@ -48,6 +53,27 @@ def refuse(wish: str, ranks_here: int) -> None:
         f"run_on: gpu needs a GPU for each rank, and this node has {num_gpus()} that its {ranks_here} ranks may use "
         "(CUDA_VISIBLE_DEVICES counts): start fewer ranks here, or say cpu, or shared-gpu to try it slowly"
     )
+
+
+def host_bytes(limits: Sequence[Path] = _CONTAINER_LIMITS) -> int:
+    """This machine's memory, or what its container may have of it. limits: files that say the latter, if they exist."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in limits:
+        text = path.read_text().strip() if path.exists() else ""
+        most = min(most, int(text)) if text.isdigit() else most
+    return most
+
+
+def refuse_too_much(memory_bytes: int, ranks_here: int) -> None:
+    """ValueError for arenas of ranks on processors that this machine has no memory for."""
+    most = host_bytes()
+    if memory_bytes * ranks_here > most:
+        each = f"{memory_bytes} bytes for each of {ranks_here} ranks" if ranks_here > 1 else f"{memory_bytes} bytes"
+        fewer = ", or start fewer ranks here" if ranks_here > 1 else ""
+        raise ValueError(
+            f"memory_bytes: this machine has {most} bytes in all, not enough for {each}; give at most "
+            f"{most // ranks_here}{fewer}"
+        )
 
 
 def gpu_name(world: World) -> str | None:

@@ -38,7 +38,7 @@ class Frontend:
         self._serving = serving
         self._history = history
         self._key_digest = None if api_key is None else _digest(api_key.encode())
-        self._open_paths = {*OPEN_PATHS, *dashboard.PATHS, *(() if key_for_metrics else ("/metrics",))}
+        self._open_paths = {*OPEN_PATHS, dashboard.ROOT, *dashboard.PATHS, *(() if key_for_metrics else ("/metrics",))}
         self._generation = GenerationRoutes(serving)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from typing import Any
@@ -127,7 +128,7 @@ def open_sockets(host: str, port: int, count: int) -> list[list[socket.socket]]:
                 group.append(opened)
             port = where[1]
         return groups
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise cannot_listen(host, port, error) from None
 
 
@@ -152,6 +153,14 @@ def check_port(host: str, port: int) -> None:
         opened.close()
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> ValueError:
-    why = error.strerror or error
+def cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> ValueError:
+    """Names the host if it is no name or address of this machine, and else the port."""
+    why = getattr(error, "strerror", None) or error
+    # asyncio gives no number where the host has no address here.
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
+    if number in (None, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return ValueError(
+            f"host: cannot listen on {host}:{port}: {why}; choose a --host that is a name or an address of this "
+            "machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        )
     return ValueError(f"port: cannot listen on {host}:{port}: {why}; choose another --port")

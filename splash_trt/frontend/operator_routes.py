@@ -64,7 +64,7 @@ class LayoutAnswer(msgspec.Struct, frozen=True):
 
 
 class LayoutAccepted(msgspec.Struct, frozen=True):
-    """The layout is changed between two steps, or after its switch; GET says when."""
+    """From now on GET tells of the switch, which begins after the step under way, and of its end."""
 
     layout: str
     pin: bool

@@ -19,10 +19,15 @@ class Arena:
     """One rank's arena, divided as its MemoryMap says."""
 
     def __init__(self, sizes: MemoryMap, memory: torch.Tensor | None = None) -> None:
-        """memory: uint8, zeros, at least sizes.memory_bytes; None allocates CPU memory."""
+        """memory: uint8, zeros, at least sizes.memory_bytes; None allocates CPU memory, with ValueError if the system does
+        not give that much."""
         self.sizes = sizes
         if memory is None:
-            memory = torch.zeros(sizes.memory_bytes, dtype=torch.uint8)
+            try:
+                memory = torch.zeros(sizes.memory_bytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                lacking = f"the system does not give a rank {sizes.memory_bytes} bytes"
+                raise ValueError(f"memory_bytes: {lacking}; ask for less, or end what else uses memory") from error
         assert memory.dtype is torch.uint8 and memory.numel() >= sizes.memory_bytes, (memory.dtype, memory.shape)
         self._bytes = memory[: sizes.memory_bytes]
 

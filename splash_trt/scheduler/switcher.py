@@ -89,6 +89,18 @@ class Switcher:
         return self.state is not State.STEADY or bool(self._route)
 
     @property
+    def told_state(self) -> State:
+        """As `state`, but a switch that waits to begin counts as begun: whoever asked for it must not see STEADY."""
+        return State.PREPARING if self._route and self.state is State.STEADY else self.state
+
+    @property
+    def told_target(self) -> str | None:
+        """The layout that was asked for last, also while the switch before it is being ended; None: none is due."""
+        if self._route:
+            return self._route[-1].layout.name.lower()
+        return self._record.target if self._record is not None else None
+
+    @property
     def holds_admissions(self) -> bool:
         """No request is admitted while room is being made for the switch."""
         return self.state is State.PREPARING

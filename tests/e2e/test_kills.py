@@ -207,6 +207,7 @@ def test_a_rank_that_cannot_load(damaged: tuple[Path, Path], tmp_path: Path, mod
 
 OPTION_ERRORS = {
     "memory": (["--memory", "1K"], "--memory: 1024 is too small"),
+    "memory-of-host": (["--memory", "10T", "--run-on", "cpu"], "--memory: this machine has "),
     "layout": (["--layout", "xp"], "'--layout': 'xp' is not one of"),
     "engine": (["--engine", "/nowhere"], "/nowhere: is not a folder"),
     "ranks": (["--ranks", "3"], "--ranks: 3 asked for, but mpirun starts 2"),

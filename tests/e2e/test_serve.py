@@ -233,6 +233,10 @@ def test_a_config_alone_with_ranks_of_our_own(tmp_path: Path) -> None:
         assert "Traceback" not in server.log, server.log
         lines = [json.loads(line) for line in server.log.splitlines()]
         assert {line["source"] for line in lines} == {"frontend", "rank 0"}
+        (serving,) = [line for line in lines if line["message"] == "serving"]
+        about = {"model": "dummy", "ranks": 2, "run_on": "cpu", "dtype": "bfloat16", "layout": "dp", "mode": "pinned"}
+        assert serving.items() >= about.items() and serving["cache_tokens"].keys() == {"tp", "dp", "cp", "dop"}
+        assert [line["message"] for line in lines if "ending" in line["message"]] == ["ending: SIGINT"]
         (switch,) = [line for line in lines if line["message"] == "switch"]
         assert (switch["rank"], switch["target"], switch["outcome"]) == (0, "tp", "committed")
         events = json.loads(trace.read_text())

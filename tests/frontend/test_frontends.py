@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from splash_trt.frontend.connection import check_port
 from splash_trt.frontend.options import Options
 from splash_trt.frontends import EXIT_FRONTEND, Frontends
 from splash_trt.link import SwitchReport
@@ -267,6 +268,12 @@ def test_another_engine_is_noticed_by_all(start: Start) -> None:
         assert b"engine_restarted" in stream.data
     server.wait_until_ready()
     wait_until(lambda: set(server.counted("splash_engine_restarts_total")) == {1.0})
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "x" * 64 + ".invalid"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(ValueError, match=rf"^host: cannot listen on {host}:0: .* choose a --host"):
+        check_port(host, 0)
 
 
 def test_a_port_in_use_is_refused_although_frontends_share_theirs(server: Deployment, tmp_path: Path) -> None:

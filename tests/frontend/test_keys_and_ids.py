@@ -58,6 +58,8 @@ def test_keys(locked: FrontendProcess, engine: FakeEngine) -> None:
     assert len(engine.submitted) == before
     for path in ("/healthz", "/health", "/readyz", "/version", "/openapi.json"):
         assert locked.ask("GET", path).status == 200
+    root = locked.ask("GET", "/")
+    assert (root.status, root.headers["location"]) == (302, "/dashboard")
     right = {"Authorization": "Bearer secret-key"}
     assert locked.ask("POST", COMPLETIONS, body, **right).status == 200
     assert locked.ask("GET", "/metrics", **right).status == 200

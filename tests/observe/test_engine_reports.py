@@ -10,7 +10,20 @@ import pytest
 from splash_trt.config import EngineConfig, Layout
 from splash_trt.engine_server import EngineServer
 from splash_trt.layout.spec import Residency
-from splash_trt.link import Decided, Frames, LayoutCapacity, Ready, Shutdown, Submit, SwitchReport, ToEngine
+from splash_trt.link import (
+    Decided,
+    Explain,
+    Explanation,
+    Frames,
+    LayoutCapacity,
+    LayoutReply,
+    Ready,
+    SetLayout,
+    Shutdown,
+    Submit,
+    SwitchReport,
+    ToEngine,
+)
 from splash_trt.migration.diff import Sizes
 from splash_trt.orchestrator import Orchestrator
 from splash_trt.plan import Plan, StepResult
@@ -105,9 +118,11 @@ class Watcher:
 
 
 class Service:
-    """Four requests on two ranks without room for all, of which one is refused, until the last one ends."""
+    """Four requests on two ranks without room for all, of which one is refused, until the last one ends.
 
-    def __init__(self) -> None:
+    more: messages that come after them. policy None: the layout changes when a message asks for it."""
+
+    def __init__(self, *more: ToEngine, policy: Any = None) -> None:
         pages: tuple[int, ...] = (14, 14)
         config = EngineConfig(
             num_ranks=2, layouts=(Layout.TP, Layout.DP), page_tokens=4, max_batch_tokens=32, max_running=8
@@ -121,12 +136,11 @@ class Service:
             result = ranks.execute(plan)
             return lambda: result
 
-        policy: Any = OneDecision()
         orchestrator = Orchestrator(self.scheduler, execute, 2, policy=policy, clock=Clock())
         self.watcher = orchestrator.observer = Watcher()
         good = [request(name, 8, 24, seed=number) for number, name in enumerate("abcd")]
         bad = Request(id="bad", prompt=(1 << 30,), sampling=good[0].sampling)
-        self.link = Script(None, *map(Submit, [*good, bad]))
+        self.link = Script(None, *map(Submit, [*good, bad]), *more)
         ready = Ready("first", 400, 56, (), 2, ("tp", "dp"), {"tp": LayoutCapacity(pages, 28, 14)})
         link: Any = self.link
         self.server = EngineServer(orchestrator, link, ready, link, 4)
@@ -148,7 +162,7 @@ def service(logged: list[logging.LogRecord]) -> Service:
     log.addHandler(keep)
     log.setLevel(logging.DEBUG)
     try:
-        return Service()
+        return Service(policy=OneDecision())
     finally:
         log.removeHandler(keep)
         log.setLevel(logging.NOTSET)
@@ -219,3 +233,18 @@ def test_a_frontend_that_comes_late_is_told_what_all_frames_counted(service: Ser
     assert not late.counts
     first, *others = service.link.of(Frames)
     assert first.totals == {} and all(frames.totals is None for frames in others)
+
+
+def test_a_switch_is_told_of_before_it_is_accepted() -> None:
+    """Whoever asked and now waits for "steady" must not find the layout that was there before."""
+    sent = Service(SetLayout(1, "dp"), Explain(2), SetLayout(3, "tp")).link.sent
+    accepted, explained, returned = (
+        next(i for i, message in enumerate(sent) if isinstance(message, kind) and message.token == token)
+        for kind, token in ((LayoutReply, 1), (Explanation, 2), (LayoutReply, 3))
+    )
+    told = [message.status for message in sent[accepted - 1 : returned - 1] if isinstance(message, Frames)]
+    assert told and {(status.layout, status.switch_target) for status in told} == {("tp", "dp")}
+    assert told[0].switch_progress == 0 and all(status.switch != "steady" for status in told)
+    assert sent[explained].report["switch"] != "steady"
+    last = [message.status for message in sent if isinstance(message, Frames)][-1]
+    assert (last.layout, last.switch, last.switch_target, last.switch_progress) == ("tp", "steady", None, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -13,10 +14,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from splash_trt.calibrate import command, measure
 from splash_trt.calibrate.cells import Cell, Limits, PlanMaker, grid, random_cells
 from splash_trt.calibrate.fit import Sample, errors, fit, nnls
 from splash_trt.calibrate.measure import Bench, calibration_config
-from splash_trt.calibrate.run import calibrate, report
+from splash_trt.calibrate.run import Calibration, Predicted, calibrate, report
 from splash_trt.commands.calibrate import calibrate_command
 from splash_trt.config import Layout
 from splash_trt.dist.world import ThreadWorld, World
@@ -122,6 +124,36 @@ def test_steps_on_a_gpu_are_timed_from_result_to_result() -> None:
 def test_minutes_are_a_finite_number(minutes: str) -> None:
     result = CliRunner().invoke(calibrate_command, ["--engine", "/nowhere", "--minutes", minutes])
     assert result.exit_code == 2 and "'--minutes'" in result.output
+
+
+def test_progress_stays_below_the_whole_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the least number of visits takes longer than the time that was asked for."""
+    now, told = [0.0], list[str]()
+
+    def visit(cell: Cell) -> tuple[None, list[float]]:
+        now[0] += 3
+        return None, [1.0]
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds in (0.0, 6.0, 100 * 6.0):
+        bench = Bench.__new__(Bench)
+        bench.__dict__.update(visit=visit)
+        measure.measure(bench, grid((Layout.DP,), 1, LIMITS), seconds, told.append)
+    shares = [int(text.partition("%")[0]) for text in told]
+    assert len(shares) == 2 * measure.MIN_CELLS + 100 and max(shares) < 100
+    assert shares[:3] == [6, 12, 19] and shares[-50:] == sorted(shares[-50:])
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.29, False), (-0.77, True)])
+def test_a_bad_calibration_is_kept_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: float, warned: bool
+) -> None:
+    cell = Cell(layout=Layout.TP, rows=((31, 1, 0),))
+    result = Calibration(device=BUILT_IN["cpu"], fitted=12, held=(Predicted(cell, 0.1, error),))
+    command._keep(result, tmp_path / "device-2.json")
+    out, err = capsys.readouterr()
+    assert load_device(tmp_path / "device-2.json") == result.device and "Wrote" in out
+    assert ("WARNING: the median error is 77%" in err and "--minutes" in err) is warned and bool(err) is warned
 
 
 def test_a_calibration_from_begin_to_end(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -162,6 +162,25 @@ def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
     assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"
 
 
+def test_a_second_ctrl_c_at_the_end_changes_nothing() -> None:
+    """Clearing away what was loaded takes a moment, with torch more than one, and Python then has no handler left."""
+    late = """
+import atexit, sys
+atexit.register(signal.raise_signal, signal.SIGINT)
+
+class Late:
+    def __del__(self, interrupt=signal.raise_signal):
+        interrupt(2)
+
+sys.modules["late"] = Late()
+main()
+"""
+    program = [sys.executable, "-c", INTERRUPTED.replace("\nmain()\n", late) % "click", "simulate", "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert done.stdout == "" and done.stderr.strip() == "splash-trt: interrupted"
+
+
 @pytest.mark.parametrize("then", ["", "raise ImportError('half imported')"])
 def test_ctrl_c_that_an_import_forgets_is_remembered(then: str) -> None:
     """As torch's C code does with what is raised while it imports numpy."""

@@ -15,7 +15,7 @@ import pytest
 
 from scripts.demo import __main__ as demo
 from scripts.demo import check, load, plot, processes, screen, timeline
-from scripts.demo.client import Answer, _take
+from scripts.demo.client import Answer, _event, _take
 from splash_trt.config import Layout
 from splash_trt.request import Request, SamplingParams
 
@@ -168,6 +168,15 @@ class TestAnswers:
         _take(chat, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
         _take(chat, {"choices": [{"delta": {"content": "x"}, "token_ids": [7], "finish_reason": "stop"}]})
         assert (chat.text, chat.tokens, chat.done) == ("x", [7], True)
+
+    def test_lines_of_a_stream(self) -> None:
+        answer = Answer(load.burst()[0], 0.0)
+        for line in ("", ": nothing new", ":", "data: [DONE]"):
+            assert _event(answer, line) is None
+        assert _event(answer, 'data: {"choices": []}') == {"choices": []}
+        for line in ("data: nothing new", "<html>", "data: 7", 'data: {"id": 1}', "data:"):
+            with pytest.raises(processes.Failure, match=answer.ask.name):
+                _event(answer, line)
 
     def test_an_error_in_a_stream(self) -> None:
         with pytest.raises(processes.Failure, match="short 1: the engine ended"):

@@ -17,6 +17,8 @@ from splash_trt.config import EngineConfig
 from splash_trt.dist import place
 from splash_trt.dist.world import ThreadWorld
 from splash_trt.llm import LLM
+from splash_trt.memory.arena import Arena
+from splash_trt.memory.map import memory_map
 from splash_trt.models.families import load_config
 from splash_trt.serve import ServeOptions, check_before_ranks, engine_config, warn_of_context
 
@@ -117,6 +119,25 @@ class TestServe:
         options = ServeOptions(model=str(TINY), dummy_weights=0, memory_bytes=0)
         with pytest.raises(ValueError, match="^memory_bytes: 0 is not a whole number from 1 "):
             engine_config(options, load_config(TINY), "cpu", None)
+
+    def test_more_memory_than_this_machine_has(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        none, limit = tmp_path / "max", tmp_path / "limit"
+        none.write_text("max\n")
+        limit.write_text(f"{3 << 30}\n")
+        assert place.host_bytes(()) == place.host_bytes([none, tmp_path / "missing"]) > place.host_bytes([none, limit])
+        assert place.host_bytes([limit]) == 3 << 30
+        monkeypatch.setattr(place, "host_bytes", lambda: 3 << 30)
+        options = ServeOptions(model=str(TINY), dummy_weights=0, ranks=2, run_on="cpu", port=0, memory_bytes=3 << 29)
+        check_before_ranks(options)
+        more = msgspec.structs.replace(options, memory_bytes=(3 << 29) + 1)
+        with pytest.raises(ValueError, match=f"^memory_bytes: .* {3 << 30} .* of 2 ranks; give at most {3 << 29},"):
+            check_before_ranks(more)
+        check_before_ranks(msgspec.structs.replace(more, ranks=1))
+
+    def test_memory_that_the_system_does_not_give(self) -> None:
+        model, config = load_config(TINY), EngineConfig(memory_bytes=1 << 50)
+        with pytest.raises(ValueError, match=f"^memory_bytes: .* {1 << 50} bytes; ask for less"):
+            Arena(memory_map(model, config, 0))
 
     @pytest.mark.parametrize("text", ["", "\udcff"])
     @pytest.mark.parametrize("field", ["engine", "model", "name", "trace"])

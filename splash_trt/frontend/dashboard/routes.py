@@ -13,6 +13,7 @@ from splash_trt.frontend.serving import json_response
 FOLDER = Path(__file__).with_name("static")
 CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE = "page.html"
+ROOT = "/"
 PATHS = {"/dashboard": PAGE} | {
     f"/dashboard/{path.name}": path.name
     for path in sorted(FOLDER.iterdir())
@@ -39,11 +40,15 @@ class DashboardRoutes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         for path in PATHS:
             router.add_get(path, self._file)
+        router.add_get(ROOT, self._to_page)
         router.add_get("/v1/timeline", self._timeline)
 
     async def _file(self, http: web.Request) -> web.Response:
         kind = CONTENT_TYPES[Path(PATHS[http.path]).suffix]
         return web.Response(body=self._files[http.path], headers=HEADERS, content_type=kind, charset="utf-8")
+
+    async def _to_page(self, http: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": "/dashboard"})
 
     async def _timeline(self, http: web.Request) -> web.Response:
         return json_response(self._history.since(_after(http)))
