@@ -88,7 +88,7 @@ def summary(found: Findings) -> dict[str, float | str]:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     config = {name: getattr(options, name) for name in ("ranks", "dtype", "repeats", "size", "minutes")}
-    settings = harness.without(arguments, "--remark", options.remark)
+    settings = harness.without(arguments, "--remark")
     origin = harness.provenance(config, "perf.auto", settings, options.remark)
     found = measure(options)
     figures = summary(found)

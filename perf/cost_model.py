@@ -174,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
         name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on", "experts_cut")
     }
     config |= {"model": name, "summary": found.summary, "device": found.device}
-    settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    settings = harness.without(arguments, "--remark", "--results")
     settings = [name if word == str(options.model) else word for word in settings]
     where = {"gpu": "gpus", "shared-gpu": "shared_gpu", "cpu": "ranks"}[options.run_on]
     result = harness.Result(

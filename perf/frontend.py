@@ -226,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
         check, passed=check.passed and lost == 0, detail=f"{check.detail}; {lost} streams were lost"
     )
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
-    settings = harness.without(arguments, "--remark", options.remark)
+    settings = harness.without(arguments, "--remark")
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="frontend",

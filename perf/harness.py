@@ -121,9 +121,16 @@ def provenance(config: Mapping[str, Any], module: str, arguments: Sequence[str],
     )
 
 
-def without(arguments: Sequence[str], *words: str) -> list[str]:
-    """A command's arguments less options, and values of options, that have no part in the numbers."""
-    return [word for word in arguments if word not in words]
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """A command's arguments without these options, which have no influence on the numbers. Each takes one value, as
+    `--option value` or `--option=value`."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word in options:
+            next(words, None)
+        elif word.partition("=")[0] not in options:
+            kept.append(word)
+    return kept
 
 
 def hardware() -> Hardware:

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = model_folder(options.model)
     config["model"] = folder.name
     config["model_config"] = msgspec.json.decode((folder / "config.json").read_bytes())
-    settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    settings = harness.without(arguments, "--remark", "--results")
     settings = [folder.name if word == options.model else word for word in settings]
     p = harness.provenance(config, "perf.migration.switches", settings, options.remark)
     for name, (view, rows) in tables([row for found in findings for row in found.rows]).items():

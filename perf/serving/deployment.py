@@ -105,7 +105,6 @@ def provenance(
     folders = {name: value for name, value in config.items() if isinstance(value, Path)}
     config |= {name: value.name for name, value in folders.items()}
     config["model_config"] = msgspec.json.decode((options.model / "config.json").read_bytes())
-    told = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
-    told = harness.without(told, "--at", str(options.at))
+    told = harness.without(arguments, "--remark", "--results", "--at")
     short = {str(value): value.name for value in folders.values()}
     return harness.provenance(config, module, [short.get(word, word) for word in told], remark)
