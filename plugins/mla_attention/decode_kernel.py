@@ -133,15 +133,12 @@ def decode_kernel(
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr = 1, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """A program computes one of the parts `part` [n, 3] (cut.py) for a block of heads.
-
-    If the part is its query's whole context and there is an `out`, the result goes to `out` and `lse` (which may be
-    None); else to partial [n, HEADS, LATENT] and partial_lse [n, HEADS]. part None: each query's context is one part.
-    """
+    """A program computes one of the parts `part` [n, 3] (cut.py; None: one for each query) for a block of heads. If it
+    is its query's whole context and there is an `out`, the result goes to `out` and `lse` (which may be None); else to
+    partial [n, HEADS, LATENT] and partial_lse [n, HEADS]."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     index = tl.program_id(0) // head_blocks
-    # Before the wait only a step's index arrays are loaded: they are complete. The page is asked for as early as
-    # possible, so that its latency is hidden.
+    # Before the wait only a step's index arrays may be loaded. The page is loaded early to hide its latency.
     read, begin = index, 0
     if part is not None:
         read = tl.load(part + 3 * index)
