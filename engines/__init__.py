@@ -1,1 +1,2 @@
-"""What runs the dense parts of a step: the model's segments over coarse operations, and their lowerings."""
+"""Built engines (a model's weights in a folder), the tables of kernels that a step's program calls, and the model's
+dense segments as TensorRT networks."""

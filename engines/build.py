@@ -1,6 +1,6 @@
-"""Builds an engine from a checkpoint, a block of a tensor at a time, so that any model builds in little memory.
+"""Builds an engine from a checkpoint, one block of a tensor at a time, so that any model can be built in little memory.
 
-The weights file is a safetensors file, written here since the library's writer wants all tensors in memory at once.
+The weights file is a safetensors file. It is written here because the library's writer needs all tensors in memory.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 MARKERS = (MANIFEST, WEIGHTS)
-"""Files by which an engine's folder is known."""
+"""A folder with these files is an engine's."""
 CHUNK_BYTES = 1 << 20
-"""What one checksum covers, rounded up to whole rows: the excess that a rank reads at each end of its part."""
+"""Bytes that one checksum covers, rounded up to whole rows. A rank reads up to this much too much at each end of its
+part."""
 BLOCK_BYTES = 1 << 26
 """About how much of a tensor is in memory at a time."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done and bytes in all."""
+"""Called with what is being done, the bytes done so far, and the bytes in all."""
 Step = Callable[[str, int], None]
 """Called with what has been done and its bytes."""
 ExtraFiles = Callable[[Path], list[StoredFile]]
-"""Puts more files into the folder, and says what the manifest is to say of them."""
+"""Puts more files into the folder, and returns their entries for the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """A tensor as a safetensors header gives it; `offset` counts from the file's begin."""
+    """A tensor as a safetensors header describes it; `offset` is in bytes from the file's beginning."""
 
     file: int
     dtype: str
@@ -79,7 +80,7 @@ class _Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copied:
-    """A tensor of the engine that goes into its weights file."""
+    """A tensor that is copied into the engine's weights file."""
 
     spec: TensorSpec
     dtype: str
@@ -98,13 +99,13 @@ class _Copied:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The cut axis first."""
+        """Its shape in the file: the cut axis comes first."""
         shape, axis = self.spec.shape, self.spec.axis
         return (shape[axis], *shape[:axis], *shape[axis + 1 :])
 
 
 class _Checkpoint:
-    """The checkpoint's tensors, and where each lies in which of its files."""
+    """A checkpoint's tensors, each with its file and its place in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -124,7 +125,8 @@ class _Checkpoint:
             self.tensors.update(tensors)
 
     def dtype(self, spec: TensorSpec) -> str:
-        """One that holds every number of the tensor: they may be several tensors of several dtypes in the files."""
+        """A dtype that holds every number of the tensor exactly; in the files it may be several tensors of several
+        dtypes."""
         names = form_of(spec, self.model, self.tensors).shapes()
         found = reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
         return next(name for name, dtype in DTYPES.items() if dtype is found)
@@ -139,13 +141,14 @@ def build_engine(
     extra_files: ExtraFiles | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Build the engine of the checkpoint in model_dir as the folder `out`.
+    """Builds the engine of the checkpoint in model_dir as the folder `out`.
 
-    The experts stay in the checkpoint, referred to with checksums, unless self_contained. With overwrite an engine at
-    `out` is replaced once the new one is whole. However the build ends (an exception, a kill), `out` is what it was
-    before or a finished engine; what a killed build leaves behind, the next one for the same `out` removes.
-    Raises ValueError, naming the path and a remedy, for a wrong checkpoint, an `out` in use and a disk that is full or
-    may not be written.
+    Unless self_contained, routed experts stay in the checkpoint, and the engine refers to them with checksums. With
+    overwrite, an engine at `out` is replaced once the new one is complete. However the build ends (an exception, a
+    kill), `out` is what it was before or a finished engine. What a killed build leaves behind is removed by the next
+    build for the same `out`.
+    Raises ValueError, naming the path and a remedy, for a wrong checkpoint, an `out` in use, and a disk that is full or
+    must not be written.
     """
     checkpoint = _Checkpoint(model_dir)
     out = out.resolve()
@@ -168,9 +171,9 @@ def _check_space(out: Path, num_bytes: int) -> None:
 
 
 def _divide(checkpoint: _Checkpoint, self_contained: bool) -> tuple[list[_Copied], list[TensorSpec]]:
-    """What is copied, in the order of the weights file, and the experts that are referred to.
+    """(tensors that are copied, in the order of the weights file; experts' tensors that are referred to).
 
-    Wide numbers come first: a safetensors file has no gaps, and each tensor must lie at a multiple of its item's size.
+    Wide numbers come first: a safetensors file has no gaps, and each tensor must lie at a multiple of its item size.
     """
     specs = tensor_specs(checkpoint.model)
     referred = [spec for spec in specs if spec.cut is Cut.EXPERTS and not self_contained]
@@ -187,7 +190,7 @@ def _fill(
     more: Sequence[StoredFile],
     progress: Progress,
 ) -> Manifest:
-    """Write all of the engine into `folder` but its manifest, which is returned."""
+    """Writes everything of the engine into `folder` except its manifest, which is returned."""
     parts = {spec.name: _stored_of(spec, checkpoint) for spec in referred}
     total = sum(item.num_bytes for item in copied) + sum(part.num_bytes for found in parts.values() for part in found)
     done = 0
@@ -243,7 +246,7 @@ def _write_weights(
 
 
 def _copy(item: _Copied, offset: int, source: Checkpoint, file: FileIO, path: Path, step: Step) -> Part:
-    """Append a tensor to the weights file."""
+    """Appends a tensor to the weights file, block by block."""
     spec, chunk_rows = item.spec, _chunk_rows(item.rows, item.row_bytes)
     chunk_bytes = chunk_rows * item.row_bytes
     block = max(1, BLOCK_BYTES // chunk_bytes) * chunk_rows
@@ -264,13 +267,13 @@ def _copy(item: _Copied, offset: int, source: Checkpoint, file: FileIO, path: Pa
 
 
 def _write(file: FileIO, data: memoryview) -> None:
-    """All of it: one call of the system writes at most 2 GiB, and less before a disk is full."""
+    """Writes all of the data: one system call writes at most 2 GiB, and less when the disk is about to be full."""
     while data:
         data = data[file.write(data) :]
 
 
 def _header(copied: Sequence[_Copied]) -> tuple[bytes, list[int]]:
-    """A safetensors header, and each tensor's offset from the file's begin."""
+    """A safetensors header, and each tensor's offset from the beginning of the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = [], 0
     for item in copied:
@@ -285,12 +288,12 @@ def _header(copied: Sequence[_Copied]) -> tuple[bytes, list[int]]:
 
 
 def _chunk_rows(rows: int, row_bytes: int) -> int:
-    """Rows that one checksum covers, of `rows` in all."""
+    """How many rows one checksum covers, of `rows` in all."""
     return min(rows, -(-CHUNK_BYTES // row_bytes))
 
 
 def _stored_of(spec: TensorSpec, checkpoint: _Checkpoint) -> list[_Stored]:
-    """The checkpoint's tensors that make one of the experts' tensors, in the manifest's order."""
+    """The checkpoint's tensors that make up one of the experts' tensors, in the manifest's order."""
     form = form_of(spec, checkpoint.model, checkpoint.tensors)
     return [checkpoint.tensors[name] for name in form.shapes()]
 
@@ -303,11 +306,12 @@ def _refer(
     index: Mapping[int, int],
     step: Step,
 ) -> Part:
-    """A reference to one of the tensors in the checkpoint that make `spec`; index: files' numbers in the manifest."""
+    """A reference to `stored`, one of the tensors in the checkpoint (siblings) that make up `spec`. index: the files'
+    numbers in the manifest."""
     if len(siblings) == 1:
         rows = spec.shape[0]
         chunk_rows = _chunk_rows(rows, stored.num_bytes // rows)
-    else:  # one of a single expert, which is always read whole
+    else:  # a tensor of one expert, which is always read whole
         rows = chunk_rows = stored.shape[0]
     chunk_bytes = chunk_rows * (stored.num_bytes // rows)
     path = checkpoint.folder / checkpoint.files[stored.file].name
@@ -332,7 +336,7 @@ def _refer(
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> list[StoredFile]:
-    """Copy what there is of a tokenizer; it is small, and checked as a whole whenever the engine is opened."""
+    """Copies the tokenizer's files, those that exist. They are small and checked whole when an engine is opened."""
     stored = []
     for name in TOKENIZER_FILES:
         path = source / name
@@ -358,7 +362,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> list[StoredFile]:
 
 
 def _read_header(path: Path, name: str, index: int) -> tuple[StoredFile, dict[str, _Stored]]:
-    """The header of a safetensors file that the library has already accepted, for the offsets that it does not tell."""
+    """Reads the header of a safetensors file. The library has accepted the file already, but does not tell offsets."""
     with _reading(path), path.open("rb") as file:
         begin = file.read(8)
         begin += file.read(int.from_bytes(begin, "little"))

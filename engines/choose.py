@@ -1,4 +1,5 @@
-"""Puts the program's table of kernels together: our own, and others' at the sizes where they are faster and right."""
+"""Puts the program's table of kernels together: our own, and others' (TensorRT-LLM's) at sizes at which those are right
+and faster."""
 
 from __future__ import annotations
 
@@ -16,21 +17,24 @@ from splash_engines.registry import Choice, Dims, Finding, Function, Registry, V
 
 @dataclass(frozen=True)
 class Used:
-    """What is used for an operation at some numbers of rows, and why; worded for a reader."""
+    """Which candidate is used for an operation at some numbers of rows, and why; as text to be shown."""
 
     operation: str
     rows: str
     candidate: str
     microseconds: str | None
-    """Of one call; None: nothing was timed."""
+    """The time of one call; None: nothing was timed."""
     why: str
 
 
 def choose_kernels(
     kernels: Kernels, registry: Registry, sizes: Mapping[str, Dims], dtype: torch.dtype, rows: Sequence[int]
 ) -> tuple[Kernels, list[Used]]:
-    """On all ranks together, as the registry is. kernels: our own. sizes: of each operation, but for the tokens. rows:
-    ascending, those that steps are padded to; at others our own is used. RuntimeError if not even ours is right."""
+    """Returns the table to use, and what was decided. All ranks call it together if the registry decides for all.
+
+    kernels: our own. sizes: each operation's, without the number of tokens. rows: the numbers of rows that steps are
+    padded to, ascending; for other numbers our own kernel is used. RuntimeError if not even ours is right.
+    """
     told: list[Used] = []
     for name, dims in sizes.items():
         try:
@@ -46,7 +50,8 @@ def choose_kernels(
 
 
 def _by_rows(own: Function, others: Mapping[int, Function]) -> Function:
-    """A model's weights have one shape for each operation, so the rows of the first argument decide."""
+    """A function that calls the candidate for the number of rows of its first argument, else our own. Nothing else
+    varies: in a model, an operation's weights all have one shape."""
 
     def call(x: torch.Tensor, *rest: Any) -> Any:
         return others.get(len(x), own)(x, *rest)
@@ -69,7 +74,7 @@ def _kind(choice: Choice) -> list[tuple[str, Verdict]]:
 
 
 def _group(group: Mapping[int, Choice]) -> Used:
-    """Of choices that came out alike."""
+    """Describes choices, by number of rows, in which each candidate had the same verdict."""
     first = next(iter(group.values()))
     of_all = [list(finding) for finding in zip(*(choice.findings for choice in group.values()), strict=True)]
     used = next(same for same in of_all if same[0].verdict is Verdict.USED)

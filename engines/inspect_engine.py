@@ -1,4 +1,4 @@
-"""What `splash-trt inspect` says of a built engine."""
+"""What `splash-trt inspect` tells about a built engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from splash_trt.scheduler.devices import calibrated_ranks, calibration_file
 
 
 def inspect_engine(folder: Path) -> dict[str, Any]:
-    """What is in an engine, in plain values, whatever state its files are in: `checks` tells that of each.
+    """What is in an engine, as plain values, even if files are missing or damaged: `checks` has the state of each.
 
-    Raises ValueError for a folder without a readable manifest only.
+    Raises ValueError only for a folder without a readable manifest.
     """
     engine = read_engine(folder)
     manifest, model = engine.manifest, engine.model
@@ -48,7 +48,7 @@ def inspect_engine(folder: Path) -> dict[str, Any]:
 
 
 def format_inspection(inspection: Mapping[str, Any]) -> str:
-    """inspect_engine's values as a table to read."""
+    """inspect_engine's values as a table of text."""
     lines: list[tuple[str, str]] = [
         ("engine", inspection["engine"]),
         ("format", f"version {inspection['format_version']}, built with Splash-TRT {inspection['built_with']}"),
@@ -74,7 +74,7 @@ def format_inspection(inspection: Mapping[str, Any]) -> str:
 
 
 def _checks(engine: Engine) -> dict[str, str]:
-    """For each file "ok", or what is wrong with it."""
+    """The state of each file, by path: "ok", or what is wrong with it."""
     checks: dict[str, str] = {}
 
     def check(path: Path, proof: Callable[[], None]) -> None:

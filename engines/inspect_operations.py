@@ -1,4 +1,4 @@
-"""What `splash-trt inspect --ops` says: each operation, its candidates, which one is used on this machine, and why."""
+"""What `splash-trt inspect --ops` tells: each operation, its candidates, which one is used on this machine, and why."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from splash_engines.operations_step import step_operations
 from splash_engines.registry import Choice, Dims, Registry
 from splash_trt.models.config import Experts, GroupScore, ModelConfig, Scoring
 
-CONTEXT = 8192  # rows that the indexer chooses from
+CONTEXT = 8192  # cache rows that the indexer chooses from
 WIDTH = 120
 ONLY = "the reference itself, and the only one here"
-ROWS = (1, 2, 4, 8, 16, 32)  # of the program's steps
+ROWS = (1, 2, 4, 8, 16, 32)  # rows of the program's steps
 
-# What TensorRT-LLM's operators were written for; the experts of one of 64 ranks.
+# The model that TensorRT-LLM's operators were written for, with the experts of one of 64 ranks.
 DEEPSEEK_V3_2: dict[str, Dims] = {
     "add_norm": {"hidden": DSV3_HIDDEN},
     "silu_mul": {"inner": 2048},
@@ -48,7 +48,7 @@ DEEPSEEK_EXPERTS = Experts(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Dims]:
-    """Each operation's sizes in this model; operations that it has not are left out."""
+    """Each operation's sizes in this model; operations that it does not have are left out."""
     hidden, latent, program = model.hidden_size, model.kv_lora_rank, program_sizes(model)
     sizes: dict[str, Dims] = {
         "add_norm": {"hidden": hidden},
@@ -78,8 +78,8 @@ def sizes_of(model: ModelConfig) -> dict[str, Dims]:
 def format_operations(
     found: Here, kernels: Kernels, sizes: dict[str, Dims], experts: Experts | None, tokens: int
 ) -> str:
-    """Decides each operation for `tokens` tokens in bfloat16 on this machine's device, and tells how; and which ones
-    the program of a GPU uses. kernels: our own for that device. experts: the model's."""
+    """Decides each operation for `tokens` tokens in bfloat16 on this machine's device; returns text that tells the
+    choices and which kernels a GPU's program uses. kernels: our own for that device. experts: the model's."""
     device = torch.device("cuda" if found.gpu is not None else "cpu")
     name = found.gpu.name if found.gpu is not None else "a CPU"
     trtllm = found.trtllm

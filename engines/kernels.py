@@ -1,5 +1,5 @@
-"""The operations that a step's program is made of, as one table: plain torch in kernels_reference.py, a
-GPU's kernels in kernels_cuda.py. A program calls what the table holds and knows nothing of who is behind it.
+"""The operations that a step's program is made of, as a table of functions. kernels_reference.py fills it with plain
+torch, kernels_cuda.py with a GPU's kernels; a program calls the table's functions and does not know which they are.
 
 Signatures and shapes are those of the references in plugins/<name>/reference.py.
 """
@@ -17,12 +17,13 @@ from splash_plugins.grouped_experts.pairs import PairSum
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """By operation. They fill tensors that they are given, but for those whose types say what they return."""
+    """One function for each operation. They fill tensors that they are given, except those whose types say that they
+    return something."""
 
     embed: Callable[..., None]
     add_norm: Callable[..., None]
     project_in: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """x [T, D] and w [Q + W, D] to [T, Q + W]: `linear` for the latents of queries and cache rows."""
+    """x [T, D] and w [Q + W, D] to [T, Q + W]: the product for the latents of queries and cache rows."""
     latent_rows: Callable[..., None]
     rope_q: Callable[..., None]
     absorb: Callable[..., None]
@@ -34,10 +35,11 @@ class Kernels:
     prefill: Callable[..., None]
     route: Callable[..., None]
     choose: Callable[..., None]
-    """`route` from logits, for who makes these by other means."""
+    """`route` from logits, for kernels that only compute those."""
     grouped_experts: Callable[..., PairSum | None]
-    """Fills nothing where it defers the sum, which only some do and only if asked to."""
+    """Returns a sum and fills nothing if it defers the sum, which it must be asked to (defer) and not all do."""
     linear: Callable[..., None]
     linear_parts: Callable[[torch.Tensor, torch.Tensor], PartSum | None]
-    """`linear` of x [T, K] and w [N, K], left to sum; None, and nothing done, where that does not pay."""
+    """`linear` of x [T, K] and w [N, K], returned in parts that are still to be summed; None, and nothing is done, if
+    that does not pay."""
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The table of a GPU: Triton kernels, which exist for float32 and narrower."""
+"""The table of kernels for a GPU: Triton's, which exist for float32 and narrower types."""
 
 from __future__ import annotations
 

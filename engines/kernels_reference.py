@@ -1,4 +1,5 @@
-"""The table of plain torch, in any dtype and on any device: the truth that every kernel is held against."""
+"""The table of kernels in plain torch, for any dtype and device: the reference that every other kernel is tested
+against."""
 
 from __future__ import annotations
 

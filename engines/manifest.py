@@ -1,8 +1,9 @@
-"""What a built engine says of itself: manifest.json, the tables in it, and the files they speak of.
+"""The manifest of a built engine: manifest.json, its tables, and the files that they describe.
 
-An engine is a folder: manifest.json, weights.safetensors and tokenizer/. A tensor is in the engine's names and forms
-(weights/spec.py), for no number of ranks in particular: a copied one lies with its cut axis first, so that any rank's
-part is one range of bytes. Experts may stay in the checkpoint, one part for each of its tensors.
+An engine is a folder: manifest.json, weights.safetensors and tokenizer/. Tensors have the names and shapes of
+weights/spec.py and are not made for a certain number of ranks: a copied tensor is stored with its cut axis first, so
+that any rank's part of it is one range of bytes. Experts may stay in the checkpoint, with one part for each of the
+checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from splash_trt.weights.spec import Cut, TensorSpec, tensor_specs
 
 FORMAT = "splash-trt engine"
 VERSION = 1
-"""Counts up whenever a reader of the version before would misread what is written now."""
+"""Counts up whenever a reader of the last version would misread what is written now."""
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer"
-MAX_MANIFEST_BYTES = 500_000_000  # that of a model with 256 experts in each of 58 layers has 9 MB
+MAX_MANIFEST_BYTES = 500_000_000  # a model with 256 experts in each of 58 layers has 9 MB
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Names of safetensors."""
+"""By their names in safetensors files."""
 
 _REBUILD = "build the engine again (splash-trt build … --overwrite)"
 
@@ -41,22 +42,22 @@ class Place(str, Enum):
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
-    """Inside the folder of its place."""
+    """Its path inside the folder of its place."""
     place: Place
     num_bytes: int
     checked_bytes: int
-    """How many of its first bytes `checksum` covers: a safetensors header, or the whole of a small file. They are
-    checked whenever the engine is opened."""
+    """How many of its first bytes `checksum` covers: a safetensors header, or all of a small file. They are checked
+    whenever the engine is opened."""
     checksum: str
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows one after the other in a file, with a checksum for each chunk_rows of them (or fewer at the end)."""
+    """Consecutive rows in a file, with a checksum for each chunk_rows of them (fewer at the end)."""
 
     file: int
     """Index into Manifest.files."""
     offset: int
-    """Bytes from the file's begin."""
+    """In bytes, from the file's beginning."""
     dtype: str
     rows: int
     chunk_rows: int
@@ -64,7 +65,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part: the whole tensor, its cut axis first. Else k parts for each expert, which together are its rows."""
+    """With one part, that is the whole tensor, with its cut axis first. Else there are k parts for each expert, which
+    together are the expert's rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,16 +77,16 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The checkpoint that the engine was built from."""
 
     folder: str
-    """Absolute."""
+    """Its absolute path."""
     relative: str
-    """From the engine's folder. Tried first, so that both can be moved together."""
+    """Its path from the engine's folder. It is tried first, so that both can be moved together."""
     config_checksum: str
-    """Of its config.json."""
+    """The checksum of its config.json."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     built_with: str
-    """Version of Splash-TRT."""
+    """The version of Splash-TRT."""
     model: ModelConfig
     origin: Origin
     files: tuple[StoredFile, ...]
@@ -99,7 +101,7 @@ class _Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: str
     version: int
     checksum: str
-    """Of the bytes of `manifest` as they stand in the file."""
+    """The checksum of the bytes of `manifest` as they are in the file."""
     manifest: msgspec.Raw
 
 
@@ -122,10 +124,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the engine in `folder`, held against the model that it names.
+    """The manifest of the engine in `folder`, checked against the model that it names.
 
-    Raises ValueError, naming the file and what to do, where there is none, or one that is damaged, of another version
-    or at odds with itself.
+    Raises ValueError, naming the file and a remedy, if there is none, or if it is damaged, of another version or
+    inconsistent.
     """
     path = folder / MANIFEST
     if not os.path.isdir(folder):
@@ -165,7 +167,8 @@ def _decode(data: bytes, path: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Everything that reading trusts: names that stay in their folders, and a table that covers the model's tensors."""
+    """Checks all that readers rely on: names stay inside their folders, and the tensors are the model's and lie inside
+    their files. ValueError if not."""
     for file in manifest.files:
         parts = PurePosixPath(file.name)
         if not file.name or parts.is_absolute() or ".." in parts.parts or "\\" in file.name or "\0" in file.name:
@@ -206,15 +209,15 @@ def _fits(tensor: StoredTensor, spec: TensorSpec, files: tuple[StoredFile, ...])
 
 
 def file_paths(folder: Path, manifest: Manifest) -> tuple[Path, ...]:
-    """Where each of manifest.files is, for the engine in `folder`; not whether it is there.
+    """The path of each of manifest.files, for the engine in `folder`; the files may be missing.
 
-    The checkpoint is looked for where it lies relative to the engine, then where it was when the engine was built.
+    The checkpoint is looked for at its relative path from the engine, then where it was when the engine was built.
     """
     files = [file for file in manifest.files if file.place is Place.CHECKPOINT]
     beside = Path(os.path.normpath(folder.resolve() / manifest.origin.relative))
     built = Path(manifest.origin.folder)
     fitting = (place for place in (beside, built) if all(_size(place / f.name) == f.num_bytes for f in files))
-    # Where neither fits, the errors should speak of a folder that is there.
+    # If neither fits, errors should name a folder that exists.
     checkpoint = next(fitting, beside if beside.is_dir() else built)
     return tuple((folder if file.place is Place.ENGINE else checkpoint) / file.name for file in manifest.files)
 
@@ -227,7 +230,7 @@ def _size(path: Path) -> int:
 
 
 def check_file(file: StoredFile, path: Path) -> None:
-    """ValueError names the file if it is missing, of another size, or begins with other bytes than it did."""
+    """ValueError, which names the file, if it is missing, has another size, or its checked bytes have changed."""
     remedy = _REBUILD
     if file.place is Place.CHECKPOINT:
         remedy = (
@@ -236,7 +239,7 @@ def check_file(file: StoredFile, path: Path) -> None:
         )
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+        if not stat.S_ISREG(found.st_mode):  # opening a named pipe would wait for a writer
             raise ValueError(f"{path}: is not a file; {remedy}")
         size = found.st_size
         with path.open("rb") as opened:

@@ -22,7 +22,7 @@ from splash_trt.models.config import ModelConfig
 from splash_trt.weights.source import WeightSource
 
 Progress = Callable[[str, int, int], None]
-"""Called with what has been done, bytes done and bytes in all."""
+"""Called with what has just been done, the bytes done so far, and the bytes in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +31,19 @@ class Engine:
     model: ModelConfig
     source: WeightSource
     tokenizer_dir: Path | None
-    """Holds tokenizer.json and what there was beside it; None: the checkpoint had no tokenizer."""
+    """The folder with tokenizer.json and its other files; None: the checkpoint had no tokenizer."""
     manifest: Manifest
     paths: tuple[Path, ...]
-    """Where manifest.files are."""
+    """The paths of manifest.files, in their order."""
 
 
 def open_engine(folder: Path) -> Engine:
     """The engine that splash-trt build wrote into `folder`. Cheap enough for every rank.
 
-    Checks the manifest, and of each file that it is there, its size, and its header's checksum (a tokenizer's file:
-    that of all of it). Numbers are held against their checksums as the source reads them; verify_engine reads all.
+    Checks the manifest and, for each file, that it exists, its size, and its header's checksum (of a tokenizer's file,
+    the checksum of all of it). Weights are checked when the source reads them; verify_engine reads all of them.
     Raises ValueError, naming the file and a remedy, for an engine that is unfinished, damaged or of another version,
-    and for a checkpoint it refers to that is gone or has changed.
+    and if the checkpoint that it refers to is missing or has changed.
     """
     engine = read_engine(folder)
     for file, path in zip(engine.manifest.files, engine.paths, strict=True):
@@ -55,7 +55,7 @@ def open_engine(folder: Path) -> Engine:
 
 
 def verify_engine(folder: Path, *, progress: Progress | None = None) -> None:
-    """Read all that open_engine's source could read. ValueError names the first file with a byte that differs."""
+    """Reads and checks all weights of an engine. ValueError names the first file that has a byte changed."""
     engine = open_engine(folder)
     source = engine.source
     assert isinstance(source, EngineSource)
@@ -69,7 +69,7 @@ def verify_engine(folder: Path, *, progress: Progress | None = None) -> None:
 
 
 def read_engine(folder: Path) -> Engine:
-    """The engine, without a look at any file but its manifest. ValueError where that cannot be read."""
+    """The engine, from its manifest alone; no other file is looked at. ValueError if the manifest cannot be read."""
     manifest = read_manifest(folder)
     paths = file_paths(folder, manifest)
     has_tokenizer = any(file.name == f"{TOKENIZER}/tokenizer.json" for file in manifest.files)
@@ -84,7 +84,7 @@ def read_engine(folder: Path) -> Engine:
 
 
 def referred_config(engine: Engine) -> Path | None:
-    """config.json of the checkpoint that the engine refers to, if it is there."""
+    """The path of config.json in the checkpoint that the engine refers to; None if there is none."""
     for file, path in zip(engine.manifest.files, engine.paths, strict=True):
         if file.place is Place.CHECKPOINT:
             config = Path(str(path).removesuffix(file.name)) / "config.json"
@@ -93,7 +93,7 @@ def referred_config(engine: Engine) -> Path | None:
 
 
 def check_config(path: Path, manifest: Manifest) -> None:
-    """ValueError if it has changed: the engine does not follow it, which nobody would notice."""
+    """ValueError if config.json was changed after the build: the engine would silently go on with the old one."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -106,5 +106,5 @@ def check_config(path: Path, manifest: Manifest) -> None:
 
 
 def num_bytes(tensor: StoredTensor) -> int:
-    """Of all its parts, as they are stored."""
+    """The bytes of all parts of a tensor, as they are stored."""
     return sum(part.rows * row_bytes(tensor, part) for part in tensor.parts)

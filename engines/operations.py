@@ -1,6 +1,6 @@
-"""The operations that have more than one implementation, with their candidates and what each is made for.
+"""Operations that have more than one implementation, with their candidates and the shapes that each is made for.
 
-T tokens, D hidden, E experts, Q query latent, W cache row, C context, N a product's outputs.
+T tokens, D hidden, E experts, Q query latent, W cache row, C context, N outputs of a product, K its inputs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from splash_engines.trtllm import HOPPER, Gpu, Trtllm, probe
 from splash_engines.trtllm_headers import Headers, LaidOut, find_headers
 from splash_trt import environment
 
-BLOCK = 128  # of the FP8 scales, in both directions
-FP8_MAX = 448.0  # of float8_e4m3fn
-DSV3_HIDDEN = 7168  # what TensorRT-LLM's small products are written for
+BLOCK = 128  # numbers that share an FP8 scale, in both directions
+FP8_MAX = 448.0  # the largest float8_e4m3fn
+DSV3_HIDDEN = 7168  # the sizes (DeepSeek-V3's) that TensorRT-LLM's small products are written for
 DSV3_EXPERTS = 256
 DSV3_A_OUT = 2112
 FEW_TOKENS = 16
@@ -32,7 +32,7 @@ TOP_K = 2048
 
 @dataclass(frozen=True)
 class Here:
-    """What this machine offers candidates; looked for when it is first asked for."""
+    """What this machine has for candidates. Packages are looked for when they are first asked for."""
 
     gpu: Gpu | None
     find_trtllm: Callable[[], Trtllm]
@@ -45,7 +45,7 @@ class Here:
 
     @cached_property
     def headers(self) -> Headers | str:
-        """For the FP8 block product's compilation, or why there are none."""
+        """The headers for the FP8 block product's compilation, or the reason why there are none."""
         return self.find_headers()
 
 
@@ -59,12 +59,12 @@ def operations(here: Here) -> tuple[Operation, ...]:
 
 
 def random_of(case: Case, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers of about 1; dtype: None for the case's."""
+    """Random numbers of about 1; dtype None: the case's."""
     return torch.randn(shape, generator=generator, device=case.device).to(dtype or case.dtype)
 
 
 def weight_of(case: Case, generator: torch.Generator, out: int, inner: int) -> torch.Tensor:
-    """[out, inner], whose products with numbers of about 1 are about 1 too."""
+    """A random weight [out, inner], whose products with numbers of about 1 are about 1 too."""
     return (random_of(case, generator, out, inner, dtype=torch.float32) * inner**-0.5).to(case.dtype)
 
 
@@ -73,7 +73,7 @@ def torch_candidate(function: Function) -> Candidate:
 
 
 def wrapped(candidate: Candidate, wrap: Callable[[Function], Function]) -> Candidate:
-    """wrap: from the candidate's function to one that takes and gives what the reference does."""
+    """The candidate with its function wrapped: wrap makes of it one with the reference's arguments and result."""
 
     def load() -> Function | str:
         found = candidate.load()
@@ -85,13 +85,13 @@ def wrapped(candidate: Candidate, wrap: Callable[[Function], Function]) -> Candi
 def trtllm_candidate(
     here: Here, operator: str, wrap: Callable[[Function], Function], unfit: Callable[[Case], str | None]
 ) -> Candidate:
-    """wrap: as in `wrapped`."""
+    """An operator of TensorRT-LLM as a candidate. wrap: as in `wrapped`."""
     name = f"trtllm.{operator}"
     return wrapped(Candidate(name=name, load=lambda: here.trtllm.operator(operator), unfit=unfit), wrap)
 
 
 def triton_candidate(here: Here, module: str, function: str) -> Candidate:
-    """A launcher of ours; its module is loaded only where there is a GPU for it."""
+    """A Triton kernel of ours as a candidate; its module is imported only if there is a GPU."""
 
     def unfit(case: Case) -> str | None:
         return "kernels compute in float32" if case.dtype is torch.float64 else None
@@ -112,7 +112,7 @@ def _needs_bf16(case: Case) -> str | None:
 
 
 def router_product(here: Here) -> Operation:
-    """x [T, D], router [E, D] to logits [T, E] in float32."""
+    """x [T, D], router [E, D] -> logits [T, E] float32."""
 
     def reference(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
         return F.linear(ops.wide(x), ops.wide(router))
@@ -150,7 +150,7 @@ def router_product(here: Here) -> Operation:
 
 
 def fused_a(here: Here) -> Operation:
-    """x [T, D], qkv_a [Q + W, D] to [T, Q + W]: the query's and the cache row's latents in one product."""
+    """x [T, D], qkv_a [Q + W, D] -> [T, Q + W]: query latents and cache rows (not normed yet) in one product."""
 
     def unfit(case: Case) -> str | None:
         if case["hidden"] != DSV3_HIDDEN or case["out"] != DSV3_A_OUT or case["tokens"] > FEW_TOKENS:
@@ -175,7 +175,8 @@ def fused_a(here: Here) -> Operation:
 
 
 def indexer_topk(here: Here) -> Operation:
-    """scores [T, C] float32, length [T] int32 of each row's context, k to the best rows [T, k] int32, -1 past them."""
+    """scores [T, C] float32, length [T] int32 (each token's context), k -> the best rows [T, k] int32, -1 where there
+    are fewer."""
 
     def reference(scores: torch.Tensor, length: torch.Tensor, k: int) -> torch.Tensor:
         place = torch.arange(scores.shape[1], device=scores.device)
@@ -194,7 +195,7 @@ def indexer_topk(here: Here) -> Operation:
 
     def inputs(case: Case, generator: torch.Generator) -> tuple[Any, ...]:
         tokens, context = case["tokens"], case["context"]
-        # All values differ, so that the best are the same ones for everybody.
+        # All values differ, so that there is one right answer.
         order = torch.rand((tokens, context), generator=generator, device=case.device).argsort(dim=-1)
         length = torch.randint(1, context + 1, (tokens,), generator=generator, device=case.device, dtype=torch.int32)
         return order.to(torch.float32), length, case["k"]
@@ -224,14 +225,14 @@ def indexer_topk(here: Here) -> Operation:
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K] to FP8 [T, K] and one float32 scale for each 128 numbers, [T, K / 128] (DeepSeek-V3, section 3.3.2)."""
+    """x [T, K] -> FP8 [T, K] and a float32 scale for each 128 numbers, [T, K / 128] (DeepSeek-V3, section 3.3.2)."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(dim=-1).clamp(min=1e-10) / FP8_MAX
     return (blocks / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn), scale
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] to FP8 [N, K] and one float32 scale for each 128 x 128 block, [N / 128, K / 128]."""
+    """weight [N, K] -> FP8 [N, K] and a float32 scale for each 128 x 128 block, [N / 128, K / 128]."""
     blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-10) / FP8_MAX
     quantised = blocks / scale[:, None, :, None]
@@ -249,7 +250,8 @@ def _on_hopper(here: Here, case: Case) -> str | None:
 
 
 def fp8_quantize(here: Here) -> Operation:
-    """x [T, K] to what FP8 keeps of it, in float32: the scales' layout is each implementation's own."""
+    """x [T, K] quantised to FP8 and back to float32: implementations lay out scales differently, so this is what is
+    compared."""
 
     def reference(x: torch.Tensor) -> torch.Tensor:
         return _wide_rows(*quantize_rows(x))
@@ -257,7 +259,7 @@ def fp8_quantize(here: Here) -> Operation:
     def wrap(operator: Function) -> Function:
         def call(x: torch.Tensor) -> torch.Tensor:
             values, scale = operator(x)
-            # On Hopper a column of scales is contiguous, and its length a multiple of 4.
+            # On Hopper, scales are stored column by column, each padded to a multiple of 4.
             columns = scale.flatten()[: x.shape[1] // BLOCK * (-(-len(x) // 4) * 4)].view(x.shape[1] // BLOCK, -1)
             return _wide_rows(values, columns[:, : len(x)].t())
 
@@ -277,7 +279,7 @@ def fp8_quantize(here: Here) -> Operation:
 
 
 def fp8_product(here: Here) -> Operation:
-    """x [T, K] bfloat16, weight [N, K] FP8 with scales [N / 128, K / 128] to [T, N] bfloat16; x is quantised here."""
+    """x [T, K] bfloat16, weight [N, K] FP8, its scales [N / 128, K / 128] -> [T, N] bfloat16; quantises x too."""
 
     def reference(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)) * scale[:, None, :, None]
@@ -322,9 +324,8 @@ def fp8_product(here: Here) -> Operation:
 
 
 def fp8_product_of(quantize: Function, product: Function, headers: Headers | None) -> Function:
-    """The two operators in a row. headers: what the product's compilation has to be given (trtllm_headers.py).
-
-    RuntimeError if it does not compile.
+    """A function that calls the two operators in a row. headers: to be given to the product's compilation
+    (trtllm_headers.py); None: it finds them itself. RuntimeError if it does not compile.
     """
     laid_out = LaidOut(headers) if headers is not None else None
 
@@ -333,9 +334,9 @@ def fp8_product_of(quantize: Function, product: Function, headers: Headers | Non
         return product(values, weight, rows, scale)  # type: ignore[no-any-return]
 
     if laid_out is not None:
-        # Where to look for headers it asks at its first call, which is this one, and only then.
+        # The product looks for the headers' folder only in its first call, which is this one.
         x = torch.ones((1, BLOCK), dtype=torch.bfloat16, device="cuda")
         with environment.first_on_path(laid_out.programs):
             call(x, *quantize_blocks(x.expand(BLOCK, BLOCK)))
-        call.__dict__["headers"] = laid_out  # they are read at every compilation, for each shape one
+        call.__dict__["headers"] = laid_out  # kept, since they are read in every compilation, one for each shape
     return call

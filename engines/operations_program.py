@@ -1,7 +1,7 @@
-"""The operations of the GPU program (splash_trt/runtime/program.py) that others' kernels do at some sizes.
+"""The operations of a step's program (splash_trt/runtime/program.py) for which there are others' kernels at some sizes.
 
-They have the names and the signatures of the `Kernels` table. Each has our own kernel as a candidate, which is used
-unseen at sizes that nobody else's is made for. T tokens, D hidden, E experts.
+They have the names and signatures of the `Kernels` table. Our own kernel is a candidate for each, and is used without a
+test at sizes that no other is made for. T tokens, D hidden, E experts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from splash_plugins.router import reference
 from splash_trt.models.config import Experts, ModelConfig
 
 OWN = "own"
-NEAR = 1e-3  # relative changes of a router that must not change the choice of a token to test with
+NEAR = 1e-3  # tests take only tokens whose choice survives relative changes of the router of this size
 
 
 def program_operations(here: Here, kernels: Kernels, experts: Experts | None) -> tuple[Operation, ...]:
-    """kernels: our own. experts: of a model that has such layers."""
+    """kernels: our own. experts: None for a model without such layers."""
     return (project_in(here, kernels), *(() if experts is None else (route(here, kernels, experts),)))
 
 
 def program_sizes(model: ModelConfig) -> dict[str, Dims]:
-    """Each operation's sizes in this model, but for the tokens."""
+    """Each operation's sizes in this model, without the number of tokens."""
     out = (model.q_lora_rank or 0) + model.row_width
     sizes: dict[str, Dims] = {"project_in": {"hidden": model.hidden_size, "out": out}}
     if model.experts is not None:
@@ -44,15 +44,15 @@ def _others(operation: Operation) -> list[Candidate]:
 
 
 def project_in(here: Here, kernels: Kernels) -> Operation:
-    """As operations.fused_a."""
+    """operations.fused_a with our own kernel in place of torch's."""
     product = fused_a(here)
     candidates = (own(kernels.project_in), *_others(product))
     return dataclasses.replace(product, name="project_in", candidates=candidates, captured=True)
 
 
 def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
-    """x [T, D], router [E, D], bias [E] to choice int32 and weight float32 [T, k]. Others make logits; the choice from
-    them is our own."""
+    """x [T, D], router [E, D], bias [E] -> choice int32 and weight float32 [T, k]. Others' kernels compute logits; ours
+    choose from them."""
 
     def inputs(case: Case, g: torch.Generator) -> tuple[Any, ...]:
         tokens = case["tokens"]
@@ -84,8 +84,8 @@ def route(here: Here, kernels: Kernels, experts: Experts) -> Operation:
 def _decided(
     x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, experts: Experts, g: torch.Generator
 ) -> torch.Tensor:
-    """Those rows of x whose experts are the same ones after a small change of the router: in which order somebody
-    adds numbers up must not decide."""
+    """Those rows of x whose experts stay the same after a small change of the router, so that the order in which a
+    kernel adds numbers up cannot decide."""
 
     def chosen(weight: torch.Tensor) -> torch.Tensor:
         choice = torch.empty((len(x), experts.top_k), dtype=torch.int32, device=x.device)

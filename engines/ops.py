@@ -1,8 +1,10 @@
-"""The coarse operations that every segment of a model is made of, each with its plain torch reference.
+"""The coarse operations that a model's segments are made of, as references in plain torch.
 
-A lowering (torch, TensorRT) implements these names; a GPU kernel is right when it agrees with the function here.
-T tokens, D hidden, H heads here, L kv latent, R rope part, W = L + R, Q query latent, V_r vocabulary rows here.
-Norms, rotations, routing and activations are computed in float32 or wider, products in the tensors' own dtype.
+TensorRT's lowering (tensorrt/operations.py) implements the same operations under these names; it and the GPU kernels
+have to agree with the functions here.
+T tokens, D hidden, H heads on this rank, L KV latent, R rope part, W = L + R, Q query latent, V_r rows of the
+vocabulary on this rank. Norms, rotations, routing and activations are computed in float32 or wider, products in the
+tensors' own dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from splash_trt.runtime.noise import GAMMA, mix64
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or in float64 if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -28,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope_frequencies(rope: Rope, dim: int) -> torch.Tensor:
-    """[dim / 2] float64 radians per position, stretched as YaRN (arXiv 2309.00071) where the model asks for it."""
+    """Each pair's radians per position, [dim / 2] float64; stretched as YaRN (arXiv 2309.00071) if the model asks."""
     pair = torch.arange(dim // 2, dtype=torch.float64)
     plain = rope.theta ** (-2 * pair / dim)
     yarn = rope.yarn
@@ -36,7 +39,7 @@ def rope_frequencies(rope: Rope, dim: int) -> torch.Tensor:
         return plain
 
     def pair_of(turns: float) -> float:
-        """The pair that makes `turns` turns over the original context."""
+        """The (fractional) pair that makes `turns` full turns over the original context."""
         return dim * math.log(yarn.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low = max(math.floor(pair_of(yarn.beta_fast)), 0)
@@ -54,7 +57,8 @@ def rope_tables(
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate x [T, R] or [T, H, R]; pairs are (2i, 2i + 1) if interleaved, else (i, i + R / 2). Same layout out."""
+    """Rotates x [T, R] or [T, H, R] by cos, sin [T, R / 2]. Pairs are numbers (2i, 2i + 1) if interleaved, else
+    (i, i + R / 2), in the result too."""
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     y = wide(x)
@@ -68,7 +72,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, first_id: int) -> torch.Tensor:
-    """ids [T] of the whole vocabulary; table [V_r, D] of this rank. [T, D], zero where the id is another rank's."""
+    """ids [T] of the whole vocabulary, table [V_r, D] of this rank -> [T, D], zeros where the id is another rank's."""
     local = ids - first_id
     here = (local >= 0) & (local < table.shape[0])
     out = table.new_zeros((len(ids), table.shape[1]))
@@ -77,7 +81,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, first_id: int) -> torch.Tensor
 
 
 def absorb(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
-    """q_nope [T, H, nope], w_uk [H, nope, L] -> [T, H, L]: queries that score latent rows directly."""
+    """q_nope [T, H, nope], w_uk [H, nope, L] -> [T, H, L]: queries whose products with latents are scores."""
     return torch.einsum("thn,hnl->thl", q_nope, w_uk)
 
 
@@ -87,7 +91,7 @@ def v_up(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 
 def expand(latents: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    """latents [C, L], w [H, d, L] (w_uk or w_uv) -> out [C, H, d], a contiguous workspace."""
+    """latents [C, L], w [H, d, L] (w_uk or w_uv) -> out [C, H, d], which is contiguous."""
     heads, dim, latent = w.shape
     torch.mm(latents, w.reshape(heads * dim, latent).t(), out=out.view(len(latents), heads * dim))
 
@@ -126,24 +130,24 @@ def route(
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """int64 -> int64: a bijection whose every output bit depends on every input bit."""
+    """Mixes int64 numbers: a bijection in which every output bit depends on every input bit."""
     return mix64(x * GAMMA)
 
 
 def uniform_choice(num_layers: int, token: torch.Tensor, position: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Random experts in place of a router's: [num_layers, T, k] int64, each k different ones, all sets equally likely.
+    """Random experts in place of a router's: [num_layers, T, k] int64, k different ones each, all sets equally likely.
 
-    token, position [T]: ids and positions; with the layer's number they alone decide, so that it is the same choice on
-    every rank, in every layout, on every device. All layers at once, since a step is made of few and small operations.
-    Floyd's sampling (Bentley, Programming Pearls, CACM 30(9), 1987): a draw that was drawn before gives way to the
-    largest number that it could have been.
+    The choice depends only on token and position [T] (id and position of each token) and on the layer's number, so it
+    is the same on every rank, in every layout and on every device. All layers are computed at once, to make few calls.
+    Floyd's sampling (Bentley, Programming Pearls, CACM 30(9), 1987): a number that was drawn before is replaced by the
+    largest one that this draw could have given.
     """
     device, k = token.device, experts.top_k
     layer = torch.arange(num_layers, device=device)[:, None]
     key = _mixed(_mixed(_mixed(layer) ^ position.to(torch.int64)) ^ token.to(torch.int64))
     last = torch.arange(experts.num_experts - k, experts.num_experts, device=device)
     draw = _mixed(key[..., None] ^ torch.arange(1, k + 1, device=device))
-    # 63 bits: that the number of experts does not divide 2^63 is seen by nobody.
+    # 63 bits are so many that the modulo's bias cannot be noticed.
     choice = (draw & ((1 << 63) - 1)) % (last + 1)
     for i in range(1, k):
         before = (choice[..., :i] == choice[..., i : i + 1]).any(dim=-1)

@@ -1,10 +1,10 @@
-"""Which implementation of an operation is used for a shape on this device: the fastest of those that are right here.
+"""Decides which implementation of an operation is used for a shape on this device: the fastest of those that are right.
 
 An operation has candidates: torch, our Triton kernels, TensorRT-LLM's operators. A candidate is used for a shape only
-after it agreed with the plain reference on fresh random inputs, on this device, in this process; among those that did,
-the one that took the least time. Where ranks decide together, it has to be right on all of them, and its time is that
-of the slowest. Where only one is made for a shape, nothing is run. What became of each candidate is kept and can be
-read (`splash-trt inspect --ops`).
+after it has agreed with the plain reference on fresh random inputs, on this device, in this process; among those that
+have, the fastest is used. Where ranks decide together, a candidate has to be right on all of them, and its time is that
+of the slowest rank. If only our own candidate is made for a shape, it is used without a test. The verdict on each
+candidate is kept and can be shown (`splash-trt inspect --ops`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from splash_engines.timing import Timer, captured_seconds, cpu_seconds, gpu_seco
 Function = Callable[..., Any]
 Dims = Mapping[str, int]
 Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
-"""What all ranks give, in rank order, on each of them; text and numbers by name."""
+"""Takes this rank's text or numbers by name, and returns those of all ranks, in rank order, on each of them."""
 
 CHECKS = 2  # rounds of fresh inputs that a candidate has to get right
-COLD_BYTES = 128 << 20  # of inputs that calls take in turn: more than a GPU's L2 holds, as a step's weights are
+COLD_BYTES = 128 << 20  # size of all inputs of timed calls: more than a GPU's L2 holds, as with a step's weights
 MOST_INPUTS = 16
-GUARD_BYTES = 1 << 20  # before and behind each tensor that is handed to a candidate
+GUARD_BYTES = 1 << 20  # guarded bytes before and after each tensor that a candidate gets
 GUARD = 0xA5
-CHANGED = 1e-2  # relative error of an argument that is changed in place
+CHANGED = 1e-2  # the relative error allowed in an argument that is changed in place
 MICROSECONDS = 1e6
 
 
@@ -46,7 +46,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What an operation is asked for. dims: its sizes by name, such as {"tokens": 8, "hidden": 2048}."""
+    """The shape, dtype and device that a choice is for. dims: sizes by name, such as {"tokens": 8, "hidden": 2048}."""
 
     dims: Dims
     dtype: torch.dtype
@@ -65,11 +65,12 @@ class Candidate:
     name: str
     """Origin and function, such as "trtllm.dsv3_fused_a_gemm_op"."""
     load: Callable[[], Function | str]
-    """The function, which takes what the reference takes; or why there is none here."""
+    """Returns the function, which takes the reference's arguments, or the reason why there is none here."""
     unfit: Callable[[Case], str | None] = any_case
-    """Why it does not do this case; None: it does. The same on all ranks: only the sizes and the dtype count."""
+    """Returns the reason why it is not for this case; None: it is. This may depend on sizes and dtype only, so that it
+    is the same on all ranks."""
     trusted: bool = False
-    """Used as it is where no other can be."""
+    """Used without a test if it is the only candidate that can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +82,14 @@ class Operation:
     inputs: Callable[[Case, torch.Generator], Sequence[Any]]
     """Fresh random arguments on the case's device, by a generator of that device."""
     disagreement: Callable[[Any, Any], str | None]
-    """(the reference's result, a candidate's) to how they differ by more than they may; None: they agree."""
+    """Takes the reference's result and a candidate's. Returns how they differ by more than is allowed; None: they
+    agree."""
     candidates: tuple[Candidate, ...]
     filled: int = 0
-    """So many of the last arguments are the result, which a function fills; 0: it returns its result. Of the others
-    a candidate may change those that the reference changes, to the same."""
+    """This many of the last arguments are the result, which the function fills; 0: it returns its result. Of the other
+    arguments, a candidate may change only those that the reference changes too, and in the same way."""
     captured: bool = False
-    """On a GPU it is called in CUDA graphs, so that what cannot be captured cannot be used."""
+    """On a GPU it is called in CUDA graphs, so a candidate that cannot be captured cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ class Finding:
     candidate: str
     verdict: Verdict
     reason: str
-    """Empty where the verdict says it all."""
+    """Empty if the verdict says everything."""
     microseconds: float | None = None
-    """Of one call, where it agreed with the reference."""
+    """The time of one call; None if it was not timed."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Choice:
 
 
 class Registry:
-    """The operations' choices on one device, each made when it is asked for first, and kept."""
+    """The choices on one device. Each is made when it is first asked for, and kept."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Registry:
         timer: Timer | None = None,
         gather: Gather | None = None,
     ) -> None:
-        """gather: of ranks that decide together; all of them then ask for the same choices, in the same order."""
+        """gather: for ranks that decide together. All of them have to ask for the same choices in the same order."""
         self.operations = {operation.name: operation for operation in operations}
         self._device = device
         self._timer = timer or (gpu_seconds if device.type == "cuda" else cpu_seconds)
@@ -129,7 +131,7 @@ class Registry:
         self._choices: dict[tuple[object, ...], Choice] = {}
 
     def choose(self, name: str, dims: Dims, dtype: torch.dtype) -> Choice:
-        """The choice for this shape. RuntimeError if no candidate is right, the reference's own form included."""
+        """The choice for this shape. RuntimeError if no candidate is right, not even our own."""
         key = (name, tuple(sorted(dims.items())), dtype)
         if key not in self._choices:
             case = Case(dims=dims, dtype=dtype, device=self._device)
@@ -161,7 +163,7 @@ class Registry:
         return Choice(operation.name, usable[best], in_order)
 
     def _loaded(self, fit: Sequence[Candidate], findings: dict[str, Finding]) -> dict[str, Function]:
-        """The functions that every rank has; notes which are absent."""
+        """The functions that every rank has, by candidate; notes in `findings` which are absent."""
         found = {candidate.name: _load(candidate) for candidate in fit}
         absent = {name: why for name, why in found.items() if isinstance(why, str)}
         if not (len(fit) == 1 and fit[0].trusted):
@@ -172,9 +174,9 @@ class Registry:
     def _measured(
         self, operation: Operation, case: Case, usable: Mapping[str, Function], findings: dict[str, Finding]
     ) -> dict[str, float]:
-        """The time in seconds of each that is right on every rank; notes which are wrong.
+        """The time in seconds of each candidate that is right on every rank; notes in `findings` which are wrong.
 
-        All are checked before any is timed: timed calls may change their inputs.
+        All are checked before any is timed, since timed calls may change their inputs.
         """
         generator = torch.Generator(device=case.device)
         rounds = [operation.inputs(case, generator.manual_seed(seed)) for seed in range(CHECKS)]
@@ -189,7 +191,8 @@ class Registry:
         return {name: max(told[name] for told in everywhere) for name in right if name not in wrong}
 
     def _turns(self, operation: Operation, case: Case, rounds: list[Sequence[Any]]) -> list[Sequence[Any]]:
-        """Inputs for calls that are timed. On a GPU as many as keep one call's from being in the cache at the next."""
+        """Inputs for timed calls, to be taken in turn. On a GPU there are so many that a call's inputs have left the
+        cache before they are used again."""
         if case.device.type != "cuda":
             return rounds[:1]
         size = sum(a.nbytes for a in rounds[0] if isinstance(a, torch.Tensor))
@@ -199,7 +202,7 @@ class Registry:
         return [*rounds, *more][:count]
 
     def _time(self, operation: Operation, function: Function, turns: Sequence[Sequence[Any]]) -> float | str:
-        """Seconds; or how it failed after all."""
+        """The seconds that a call takes, or how it failed."""
         turn = itertools.cycle(turns)
         timer = captured_seconds if operation.captured and self._timer is gpu_seconds else self._timer
         try:
@@ -208,11 +211,12 @@ class Registry:
             return _failure(error)
 
     def _reasons(self, mine: dict[str, str]) -> dict[str, str]:
+        """All ranks' reasons against candidates, from this rank's."""
         return _united(self._gather(mine))
 
 
 def _united(everywhere: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What any rank says against a candidate, by its name; with the rank, unless all say it."""
+    """All ranks' reasons against candidates, by name. A reason names its rank, unless all ranks gave the same."""
     found: dict[str, str] = {}
     for rank, told in enumerate(everywhere):
         for name, why in told.items():
@@ -229,7 +233,7 @@ def _load(candidate: Candidate) -> Function | str:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, at most 200 characters."""
+    """An error's message on one line, at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -248,7 +252,7 @@ def _judge(finding: Finding | None, name: str, best: str, times: Mapping[str, fl
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call gave, and what became of its other arguments."""
+    """A call's result, and its other arguments as they are after the call."""
 
     result: Any
     others: Sequence[Any]
@@ -257,12 +261,12 @@ class _Call:
 def _defect(
     operation: Operation, function: Function, rounds: Sequence[Sequence[Any]], expected: Sequence[_Call]
 ) -> str | None:
-    """How a function disagrees with the reference; None: in no round."""
+    """How a function disagrees with the reference in the first round in which it does; None: in none."""
     for arguments, right in zip(rounds, expected, strict=True):
         try:
             call = _called(operation, function, arguments)
             wrong = operation.disagreement(right.result, call.result) or _harm(arguments, right.others, call.others)
-        except Exception as error:  # others' code, which may raise anything: this rank must not leave the others alone
+        except Exception as error:  # others' code may raise anything, and this rank has to go on with the other ranks
             wrong = _failure(error)
         if wrong is not None:
             return wrong
@@ -270,7 +274,8 @@ def _defect(
 
 
 def _called(operation: Operation, function: Function, arguments: Sequence[Any]) -> _Call:
-    """One tensor if it fills one, a tuple if it fills several. RuntimeError if it writes beside its arguments."""
+    """Calls a function with copies of the arguments. The result is one tensor if it fills one, a tuple if it fills
+    several. RuntimeError if it writes outside of its arguments."""
     guards: list[torch.Tensor] = []
     own = [_guarded(a, guards) if isinstance(a, torch.Tensor) else a for a in arguments]
     returned = function(*own)
@@ -283,7 +288,7 @@ def _called(operation: Operation, function: Function, arguments: Sequence[Any]) 
 
 
 def _guarded(a: torch.Tensor, guards: list[torch.Tensor]) -> torch.Tensor:
-    """A copy of its own for each call, with guards before and behind it."""
+    """A copy of a tensor with guard bytes before and after it, which are added to `guards`."""
     around = torch.full((2 * GUARD_BYTES + a.nbytes,), GUARD, dtype=torch.uint8, device=a.device)
     before, inside, behind = around.split((GUARD_BYTES, a.nbytes, GUARD_BYTES))
     guards += [before, behind]
@@ -291,7 +296,7 @@ def _guarded(a: torch.Tensor, guards: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _harm(before: Sequence[Any], right: Sequence[Any], got: Sequence[Any]) -> str | None:
-    """What a call did to arguments that are no result of it; None: what the reference did."""
+    """What a call did wrong to arguments that are not its result; None: it did what the reference did."""
     for index, (old, want, new) in enumerate(zip(before, right, got, strict=False)):
         if isinstance(old, torch.Tensor):
             if _same(old, want):
@@ -307,7 +312,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def relative_error(limit: float) -> Callable[[Any, Any], str | None]:
-    """Tensors agree if their difference's norm is at most `limit` of the reference's norm, and shapes are the same."""
+    """A disagreement function: tensors agree if shapes and dtypes are equal and the norm of their difference is at most
+    `limit` times the reference's norm."""
 
     def disagreement(expected: torch.Tensor, got: torch.Tensor) -> str | None:
         if got.shape != expected.shape or got.dtype != expected.dtype:

@@ -1,4 +1,4 @@
-"""A built engine as a source of weights: reads a rank's part of a tensor and checks every byte that it takes."""
+"""A built engine as a source of weights: reads a rank's part of a tensor and checks every byte that is used."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from splash_trt.weights.spec import TensorSpec, part_of_experts, tensor_specs
 class EngineSource:
     """WeightSource over the files of a built engine.
 
-    What a rank reads it reads by whole chunks, each held against its checksum before a number of it is used. Keeps no
-    file open and no state: several threads may read at the same time. Takes the memory of one chunk.
+    Reads whole chunks and checks each chunk's checksum before any of its numbers is used. Keeps no file open and no
+    state, so several threads may read at the same time. Needs the memory of one chunk.
     """
 
     def __init__(self, manifest: Manifest, paths: Sequence[Path]) -> None:
@@ -41,13 +41,13 @@ class EngineSource:
             for first, rows in self._rows(tensor, tensor.parts[0], begin, end):
                 at = first - begin
                 target[at : at + len(rows)].copy_(rows.view(-1, *target.shape[1:]))
-        else:  # experts' tensors, stored by experts and cut inside them: every rank reads all
+        else:  # experts' tensors that are stored expert by expert, but cut inside experts: every rank reads all of it
             for first, rows in self._rows(tensor, tensor.parts[0], 0, spec.shape[0]):
                 part = rows.view(-1, *spec.shape[1:]).narrow(spec.axis, begin, end - begin)
                 out[first : first + len(rows)].copy_(part)
 
     def _read_experts(self, tensor: StoredTensor, spec: TensorSpec, begin: int, end: int, out: torch.Tensor) -> None:
-        """Of a tensor with parts for each expert, which together are its rows; see `read`."""
+        """`read` for a tensor that is stored in several parts for each expert, which together are the expert's rows."""
         each = len(tensor.parts) // spec.shape[0]
         experts, wanted, columns = part_of_experts(spec.shape, spec.axis, begin, end)
         for expert, target in zip(experts, out, strict=True):
@@ -60,7 +60,7 @@ class EngineSource:
                     target[at : at + len(rows)].copy_(rows[:, columns])
 
     def verify(self, tensor: StoredTensor, part: Part) -> int:
-        """Read all of a part and check it; returns its size in bytes."""
+        """Reads all of a part and checks it. Returns its size in bytes."""
         return sum(rows.numel() * rows.itemsize for _, rows in self._rows(tensor, part, 0, part.rows))
 
     def _rows(self, tensor: StoredTensor, part: Part, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -89,7 +89,7 @@ class EngineSource:
 
 
 def _fill(file: FileIO, data: bytearray) -> bool:
-    """Read until `data` is full; False if the file ends before."""
+    """Reads until `data` is full; False if the file ends before that."""
     view = memoryview(data)
     while view:
         count = file.readinto(view)

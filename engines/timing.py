@@ -1,4 +1,4 @@
-"""How long a call takes, on a CPU and on a GPU."""
+"""Measures how long a call takes, on a CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 Timer = Callable[[Callable[[], Any]], float]
-"""From a call to the seconds that it takes."""
+"""Takes a call and returns the seconds that it takes."""
 
 
 def cpu_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median of `repeats` calls after one that is not counted."""
+    """The median time of `repeats` calls, after one that is not counted."""
     call()
     taken = []
     for _ in range(repeats):
@@ -25,13 +25,13 @@ def cpu_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def captured_seconds(call: Callable[[], Any]) -> float:
-    """As gpu_seconds, of what can be captured. RuntimeError if it cannot."""
+    """As gpu_seconds, but a RuntimeError if the call cannot be captured."""
     return gpu_seconds(call, plainly=False)
 
 
 def gpu_seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 20, plainly: bool = True) -> float:
-    """Of one call: the median over replays of a CUDA graph of `calls` calls, or where they cannot be captured, over
-    plain launches. plainly: False raises RuntimeError instead."""
+    """The time of one call: the median over `repeats` - 1 replays of a CUDA graph of `calls` calls. If they cannot be
+    captured, plain launches are timed, or with plainly=False RuntimeError is raised."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -60,7 +60,7 @@ def _captured(call: Callable[[], Any], calls: int, stream: torch.cuda.Stream, pl
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             plain()
-    except RuntimeError as error:  # it waits for the device or allocates by itself
+    except RuntimeError as error:  # the call waits for the device, or allocates without torch
         if not plainly:
             raise RuntimeError(f"it cannot be captured in a CUDA graph: {error}") from error
         return plain

@@ -1,6 +1,6 @@
-"""TensorRT's Python packages behind one face: `tensorrt` 10.14, `tensorrt` 11 and `tensorrt_rtx` 1.7.
+"""One interface to TensorRT's Python packages: `tensorrt` 10.14, `tensorrt` 11 and `tensorrt_rtx` 1.7.
 
-Whatever differs between them is found out here, by looking for the name, never by comparing versions:
+What differs between them is found out here, by looking for names, never by comparing versions:
 
     what                            tensorrt 10.14     tensorrt 11        tensorrt_rtx 1.7
     NetworkDefinition EXPLICIT_BATCH  wanted           gone               gone
@@ -9,7 +9,7 @@ Whatever differs between them is found out here, by looking for the name, never 
     plugin layers, quick plugins    yes                yes                no
     an engine's scratch             device_memory_size, and _v2 in all three
 
-Common to all three, and therefore used without a question: STRONGLY_TYPED, build_serialized_network,
+Common to all three, and therefore used without a check: STRONGLY_TYPED, build_serialized_network,
 device_memory_size_v2, IProgressMonitor, layer.metadata, and every layer that splash_engines.tensorrt emits.
 """
 
@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-OLDEST = 80  # for sm_75 TensorRT-RTX has no products in bfloat16 nor in float32
+OLDEST = 80  # for sm_75 TensorRT-RTX has no products in bfloat16 or float32
 PACKAGES = ("tensorrt", "tensorrt_rtx")
 _CAPABILITY = re.compile(r"SM(\d+)$")
 _PART = re.compile(r"[\w.]+(?:/[\w.]+)+")
 
 Progress = Callable[[str, float], None]
-"""Called with TensorRT's phase and how much of the build is done, 0 to 1."""
+"""Called with the name of TensorRT's phase and how much of the build is done, 0 to 1."""
 
 
 class BuildFailure(RuntimeError):
-    """TensorRT could not build a network. `node`: the path of the node it complained of, None if it named none."""
+    """TensorRT could not build a network. `node`: the path of the node that it named as the cause, if any."""
 
     def __init__(self, network: str, node: str | None, message: str) -> None:
         where = f"{network}: node {node}" if node else network
@@ -49,13 +49,13 @@ class Features:
 
     explicit_batch_flag: bool
     capability_lists: bool
-    """Builds for GPUs that are not there."""
+    """It builds for GPUs that this machine does not have."""
     dist_collective: bool
     plugins: bool
 
 
 def probe(trt: Any) -> Features:
-    """`trt`: the package, or anything with its names."""
+    """The features of `trt`: the package, or anything with the same names."""
     network = trt.INetworkDefinition
     return Features(
         explicit_batch_flag=hasattr(trt.NetworkDefinitionCreationFlag, "EXPLICIT_BATCH"),
@@ -71,7 +71,7 @@ def capability_name(major: int, minor: int) -> str:
 
 
 class Api:
-    """One package. `trt` is it; everything that is the same in all three is called on it directly."""
+    """One of the packages, `trt`. What is the same in all of them is called on `trt` directly."""
 
     def __init__(self, trt: Any) -> None:
         self.trt = trt
@@ -81,14 +81,14 @@ class Api:
         self.log = _logger(trt)
 
     def targets(self) -> tuple[str, ...]:
-        """GPUs that our networks can be built for without one at hand; empty: only for the one here."""
+        """The GPUs for which our networks can be built on any machine; empty: only for the GPU here."""
         if not self.features.capability_lists:
             return ()
         numbers = [m.group(1) for name in dir(self.trt.ComputeCapability) if (m := _CAPABILITY.match(name))]
         return tuple(f"sm_{number}" for number in sorted(numbers, key=int) if int(number) >= OLDEST)
 
     def check_targets(self, targets: Sequence[str], gpu: str | None) -> None:
-        """ValueError unless networks can be built for all of `targets`; gpu: the one here, such as sm_90."""
+        """ValueError unless networks can be built for all of `targets`. gpu: the one here, such as sm_90."""
         if not targets:
             raise ValueError("target: names no GPU; give one or more, such as --target sm_89,sm_120")
         if self.features.capability_lists:
@@ -110,7 +110,7 @@ class Api:
         return self.trt.Builder(self.log)
 
     def create_network(self, builder: Any) -> Any:
-        """An empty network whose tensors keep the types that they are given."""
+        """An empty network in which tensors keep the types that they are given (strongly typed)."""
         flags = self.trt.NetworkDefinitionCreationFlag
         bits = 1 << int(flags.STRONGLY_TYPED)
         if self.features.explicit_batch_flag:
@@ -119,7 +119,7 @@ class Api:
 
     def create_config(self, builder: Any, targets: Sequence[str]) -> Any:
         config = builder.create_builder_config()
-        config.clear_flag(self.trt.BuilderFlag.TF32)  # float32 networks are for comparing: they have all their bits
+        config.clear_flag(self.trt.BuilderFlag.TF32)  # float32 networks are for comparisons, and need all bits
         if self.features.capability_lists:
             config.num_compute_capabilities = len(targets)
             for index, target in enumerate(targets):
@@ -128,10 +128,10 @@ class Api:
         return config
 
     def build(self, builder: Any, network: Any, config: Any, progress: Progress | None = None) -> bytes:
-        """The serialised engine. BuildFailure names the network, and the node where TensorRT named one.
+        """The serialised engine. BuildFailure names the network, and the node if TensorRT named one.
 
-        What `progress` raises ends the build at TensorRT's next step and is raised here. Not for the main thread: an
-        interruption that comes while TensorRT calls a function is printed by its bindings and forgotten.
+        An exception from `progress` ends the build at TensorRT's next step and is raised here. Not to be called on the
+        main thread: its bindings print and lose a KeyboardInterrupt that comes while TensorRT calls a Python function.
         """
         self.log.errors.clear()
         monitor = _monitor(self.trt, progress or (lambda phase, done: None))
@@ -144,14 +144,14 @@ class Api:
         return bytes(plan)
 
     def failure(self, network: str) -> BuildFailure:
-        """What has just gone wrong, from TensorRT's own messages."""
+        """An exception for what has just gone wrong, from TensorRT's own messages."""
         message = " / ".join(self.log.errors) or "refused without a message"
         named = [part for error in self.log.errors for part in _PART.findall(error)]
         ours = [part for part in named if not part.startswith(("_src/", "src/")) and "." not in part.split("/")[-1]]
         return BuildFailure(network, ours[0] if ours else None, message)
 
     def add_all_reduce(self, network: Any, tensor: Any, num_ranks: int) -> Any:
-        """The layer that sums `tensor` over ranks 0 … num_ranks - 1."""
+        """Adds a layer that sums `tensor` over ranks 0 … num_ranks - 1."""
         if not self.features.dist_collective:
             raise ValueError(
                 f"collectives: {self.name} {self.version} has no DistCollective layers; build with collectives at the "
@@ -163,14 +163,14 @@ class Api:
         return layer
 
     def scratch_bytes(self, engine: Any) -> int:
-        """What an execution context needs besides its bindings."""
+        """Bytes of scratch memory that an execution context needs."""
         return int(engine.device_memory_size_v2)
 
 
 def load_api(gpu: str | None, targets: Sequence[str]) -> Api:
-    """Full TensorRT where it is installed and builds for `targets`, else TensorRT-RTX.
+    """Full TensorRT if it is installed and builds for `targets`, else TensorRT-RTX.
 
-    gpu: the GPU here, such as sm_90; None: there is none. Raises ValueError with a remedy where neither fits.
+    gpu: the GPU here, such as sm_90; None: there is none. Raises ValueError with a remedy if neither can.
     """
     found: list[Api] = []
     for name in PACKAGES:
@@ -196,20 +196,20 @@ def load_api(gpu: str | None, targets: Sequence[str]) -> Api:
 def _import(name: str) -> ModuleType | None:
     try:
         return import_module(name)
-    except (ImportError, OSError):  # the latter where its libraries do not load
+    except (ImportError, OSError):  # OSError if its libraries do not load
         return None
 
 
 def _logger(trt: Any) -> Any:
     class Log(trt.ILogger):  # type: ignore[misc]
-        """Keeps the errors, for the exception that reports them; says nothing itself."""
+        """Keeps errors, for the exception that will report them; prints nothing."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
-            # A builder on a machine without a GPU asks for one after every error.
+            # On a machine without a GPU, a builder also complains about that after every error.
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR) and "cudaError 35" not in message:
                 self.errors.append(message)
 
@@ -218,7 +218,7 @@ def _logger(trt: Any) -> Any:
 
 def _monitor(trt: Any, progress: Progress) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Phases are nested, their steps unequal: a phase has the share of its parent's step."""
+        """Reports progress. Phases are nested and may differ in length: a phase counts as one step of its parent."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -236,7 +236,7 @@ def _monitor(trt: Any, progress: Progress) -> Any:
             if self.error is None:
                 try:
                     progress(name, self.done)
-                except BaseException as error:  # no exception may pass through TensorRT's own frames
+                except BaseException as error:  # no exception may propagate through TensorRT's own frames
                     self.error = error
             return self.error is None
 

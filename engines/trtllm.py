@@ -1,8 +1,8 @@
-"""TensorRT-LLM's CUDA operators, as `torch.ops.trtllm.*`: from its own package, or from the wheel with nothing else.
+"""TensorRT-LLM's CUDA operators, as `torch.ops.trtllm.*`: from its own package, or from a wheel that has only them.
 
-TensorRT-LLM no longer builds engines of its own; its kernels are what this project takes from it. They are candidates
-of the registry (registry.py) like any other: used where they are there, right and fastest. Nothing of this is imported
-on a machine without an NVIDIA GPU, where neither package loads.
+TensorRT-LLM no longer builds engines of its own; this project takes its kernels only. They are candidates of the
+registry (registry.py) like any others, used where they are installed, right and fastest. On a machine without an NVIDIA
+GPU neither package loads, so neither is imported there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Package:
     """Importing it registers the operators."""
     remedy: str
     separate: bool
-    """The kernels alone, built by others than NVIDIA from TensorRT-LLM's source."""
+    """It has the kernels only, built from TensorRT-LLM's source by others than NVIDIA."""
 
 
 PACKAGES = (
@@ -44,7 +44,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a probe asks of the machine."""
+    """What a probe has to know of the machine's GPU."""
 
     name: str
     capability: tuple[int, int]
@@ -62,14 +62,14 @@ class Trtllm:
     """What a probe found."""
 
     package: str | None
-    """Name and version of what registered the operators; None: nothing."""
+    """Name and version of the package that registered the operators; None: no package did."""
     reasons: tuple[str, ...]
-    """Of each package that is not used: why, and what would help."""
+    """For each package that is not used: why, and what would help."""
     has_headers: bool = False
-    """The package brings the sources of what it compiles when it is called."""
+    """The package contains the sources that its operators compile when they are called."""
 
     def operator(self, name: str) -> Callable[..., Any] | str:
-        """The operator; or why there is none."""
+        """The operator, or the reason why there is none."""
         if self.package is None:
             return "TensorRT-LLM's operators are not here"
         try:
@@ -80,7 +80,7 @@ class Trtllm:
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """(1, 2, 1) of 1.2.1.post20260427; the empty tuple of what begins with no number."""
+    """(1, 2, 1) for 1.2.1.post20260427; an empty tuple if the version does not begin with a number."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
@@ -90,7 +90,7 @@ def probe(
     version_of: Callable[[str], str] = importlib.metadata.version,
     load: Callable[[str], Any] = importlib.import_module,
 ) -> Trtllm:
-    """Look for the operators, TensorRT-LLM's own package first, and load the first that this machine can use."""
+    """Looks for packages with the operators, TensorRT-LLM's own first, and loads the first that can be used here."""
     reasons: list[str] = []
     for package in PACKAGES:
         reason = _try(package, gpu, version_of, load)
@@ -102,7 +102,7 @@ def probe(
 
 
 def _try(package: Package, gpu: Gpu | None, version_of: Callable[[str], str], load: Callable[[str], Any]) -> str | None:
-    """Why it cannot be used; None: it is loaded."""
+    """Loads a package. Returns the reason if it cannot be used; None: it is loaded."""
     try:
         version = version_of(package.distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,11 @@
-"""Where TensorRT-LLM's FP8 block product finds the headers of the kernel that it compiles when it is first called.
+"""Gives TensorRT-LLM's FP8 block product the headers of the kernel that it compiles when it is first called.
 
-It runs `pip show tensorrt_llm` once in a process, takes the line "Location: X", and gives NVRTC the folders
-X/tensorrt_llm/include (deep_gemm/*.cuh) and X/tensorrt_llm/include/cuda/include (CUDA's). The wheel that has the
-operators alone comes without these headers, and there is no tensorrt_llm that pip could show: compilation fails with
-"NVRTC compilation failed", and no variable of the environment names a folder. FlashInfer ships the same headers. So a
-folder is laid out as TensorRT-LLM's is, with a `pip` in it that knows it, and stands first on PATH at the first call.
+The operator runs `pip show tensorrt_llm` once in a process, takes the line "Location: X", and gives NVRTC the folders
+X/tensorrt_llm/include (deep_gemm/*.cuh) and X/tensorrt_llm/include/cuda/include (CUDA's). The wheel that has only the
+operators comes without these headers, and then there is no tensorrt_llm that pip could show: compilation fails with
+"NVRTC compilation failed", and no environment variable can name a folder instead. FlashInfer ships the same headers.
+So a folder is made that looks like TensorRT-LLM's, with a `pip` program that names it, and this program comes first on
+PATH during the operator's first call.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def find_headers(
     cuda: Path | None = None,
     file_of: Callable[[str, str], Path | None] | None = None,
 ) -> Headers | str:
-    """The headers in the folders given, or else in installed packages; or why there are none."""
+    """The headers in the given folders, else in installed packages; or the reason why there are none."""
     look_up = file_of or installed_file
     deep_gemm = deep_gemm or look_up(FLASHINFER, IN_FLASHINFER)
     if deep_gemm is None or not (deep_gemm / KERNEL).is_file():
@@ -52,7 +53,7 @@ def find_headers(
 
 
 def installed_file(distribution: str, path: str) -> Path | None:
-    """Where an installed distribution would have `path`; None if it is not installed."""
+    """Where an installed distribution has `path`, which need not exist; None if the distribution is not installed."""
     try:
         return Path(str(importlib.metadata.distribution(distribution).locate_file(path)))
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +67,8 @@ def _toolkit() -> list[Path]:
 
 
 class LaidOut:
-    """A folder as an installation of TensorRT-LLM looks to its compiler. It is needed until the last compilation."""
+    """A temporary folder that looks like TensorRT-LLM's installation to its compiler. It has to exist until the last
+    compilation."""
 
     def __init__(self, headers: Headers) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="splash-trtllm-")
@@ -76,7 +78,7 @@ class LaidOut:
         (include / "deep_gemm").symlink_to(headers.deep_gemm.resolve(), target_is_directory=True)
         (include / "cuda" / "include").symlink_to(headers.cuda.resolve(), target_is_directory=True)
         self.programs = root / "bin"
-        """To stand first on PATH when the operator is called for the first time."""
+        """The folder of `pip`, which has to be first on PATH when the operator is called for the first time."""
         self.programs.mkdir()
         pip = self.programs / "pip"
         pip.write_text(f"#!/bin/sh\necho Location: {shlex.quote(str(root))}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A folder that appears under its name only when it is whole and on the disk."""
+"""Writes a folder so that it appears under its name only when it is complete and on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the file system into a ValueError that names the path and a remedy."""
+    """Turns file system errors into a ValueError that names the path and a remedy."""
     try:
         yield
     except OSError as error:
@@ -34,11 +34,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(out: Path, *, markers: Sequence[str], overwrite: bool) -> Iterator[Path]:
-    """A new folder beside `out` to fill; it becomes `out` when the body ends, and is removed when the body raises.
+    """A new folder beside `out` to fill. It is renamed to `out` when the body ends, and removed if the body raises.
 
-    A folder at `out` is replaced if overwrite is true and it holds files called `markers`. The new folder is locked
-    while this process lives: that tells it from what a killed process has left, which is removed here.
-    Raises ValueError, naming the path and a remedy, where `out` is in use or cannot be written.
+    A folder at `out` is replaced if overwrite is true and it holds files called `markers`. The new folder is locked as
+    long as this process lives. So folders that killed processes have left are known by having no lock, and are removed.
+    Raises ValueError, naming the path and a remedy, if `out` is in use or cannot be written.
     """
     check_target(out, markers, overwrite)
     prefix = f".{out.name}.building-"
@@ -48,7 +48,7 @@ def whole_folder(out: Path, *, markers: Sequence[str], overwrite: bool) -> Itera
             if path.name.startswith(prefix) and not _locked(path):
                 shutil.rmtree(path)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-        folder.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner alone
+        folder.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner can read
         lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
@@ -67,7 +67,7 @@ def whole_folder(out: Path, *, markers: Sequence[str], overwrite: bool) -> Itera
 
 
 def check_target(out: Path, markers: Sequence[str], overwrite: bool) -> None:
-    """ValueError, with a remedy, where whole_folder would not put a folder at `out`."""
+    """ValueError, with a remedy, if whole_folder would refuse to put a folder at `out`."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -81,7 +81,7 @@ def check_target(out: Path, markers: Sequence[str], overwrite: bool) -> None:
 
 
 def _locked(folder: Path) -> bool:
-    """Whether a living process is filling it."""
+    """Whether a living process is filling the folder."""
     try:
         with (folder / _LOCK).open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def _rename(folder: Path, out: Path, prefix: str, markers: Sequence[str], overwr
     if not (overwrite and out.exists()):
         folder.rename(out)
         return
-    # Two renames: for a moment nothing is at `out`. No portable call exchanges two folders.
+    # With two renames there is nothing at `out` for a moment. No portable call exchanges two folders.
     old = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
     out.rename(old)
     try:
@@ -109,7 +109,7 @@ def _rename(folder: Path, out: Path, prefix: str, markers: Sequence[str], overwr
 
 
 def _umask() -> int:
-    """The process's; it can only be read by setting it."""
+    """The process's umask; it can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

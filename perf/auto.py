@@ -1,7 +1,7 @@
-"""Following the load on real ranks, against every fixed layout: `python -m perf.auto --help`.
+"""Following the load (auto) on real ranks, compared with every fixed layout: `python -m perf.auto --help`.
 
-Two loads with the demo model on CPU ranks under mpirun: a burst that ends in a long tail, and few clients before a
-crowd of long prompts. Layouts and auto take turns. Needs a machine that does nothing else. Writes
+Serves two loads with the demo model on CPU ranks under mpirun: a burst that ends in a long tail, and a few clients
+followed by a crowd with long prompts. Fixed layouts and auto take turns. Needs a machine that does nothing else. Writes
 perf/results/policy/auto.{json,md,png}.
 """
 
@@ -32,16 +32,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--size", type=float, default=0.4, help="of the loads' output lengths")
-    parser.add_argument("--minutes", type=float, default=1.5, help="of calibration, unless --device")
-    parser.add_argument("--device", type=Path, help="a file of splash-trt calibrate, instead of calibrating")
+    parser.add_argument("--size", type=float, default=0.4, help="scales the loads' output lengths")
+    parser.add_argument("--minutes", type=float, default=1.5, help="time for calibrating, without --device")
+    parser.add_argument("--device", type=Path, help="a file that splash-trt calibrate wrote, instead of calibrating")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace) -> Findings:
-    """Run the ranks and wait. Raises CalledProcessError when they fail; why is on stderr."""
+    """Runs the ranks and waits for them. Raises CalledProcessError if they fail; the reason is on stderr."""
     device = msgspec.json.decode(options.device.read_bytes()) if options.device is not None else None
     values = {name: getattr(options, name) for name in Settings.__struct_fields__ if name != "device"}
     settings = msgspec.convert({**values, "device": device}, Settings)
@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> Findings:
 
 
 def rows_of(found: Findings) -> list[harness.Row]:
-    """One for each load, round and layout. auto_over: auto's time over this layout's in the same round."""
+    """A row for each load, round and label. auto_over: auto's time over this label's in the same round."""
     return [
         {
             "load": load,
@@ -72,7 +72,8 @@ def rows_of(found: Findings) -> list[harness.Row]:
 
 
 def summary(found: Findings) -> dict[str, float | str]:
-    """By load: medians, and auto's over that of the best fixed layout, plainly and round by round."""
+    """For each load the labels' medians, and auto's time over the best fixed layout's: that of the medians, and the
+    median of the rounds' ratios."""
     out: dict[str, float | str] = {}
     for load, by_label in found.seconds.items():
         medians = {label: float(np.median(seconds)) for label, seconds in by_label.items()}
@@ -88,7 +89,7 @@ def summary(found: Findings) -> dict[str, float | str]:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     config = {name: getattr(options, name) for name in ("ranks", "dtype", "repeats", "size", "minutes")}
-    settings = harness.without(arguments, "--remark", options.remark)
+    settings = harness.without(arguments, "--remark")
     origin = harness.provenance(config, "perf.auto", settings, options.remark)
     found = measure(options)
     figures = summary(found)

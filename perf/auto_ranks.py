@@ -1,6 +1,6 @@
-"""One rank's program of the benchmark of following the load; auto.py starts it under mpirun.
+"""One rank's program of perf/auto.py, which starts it under mpirun.
 
-Every run is a deployment of its own, from its start in TP or in the layout that it keeps. Arguments: a JSON file with
+Every run is a deployment of its own, which starts in its fixed layout, or for auto in TP. Arguments: a JSON file with
 Settings, and the file to which rank 0 writes its Findings.
 """
 
@@ -40,7 +40,7 @@ from splash_trt.worker import start_worker
 MODEL = harness.ROOT / "models" / "splash-tiny"
 AUTO = "auto"
 LABELS = (AUTO, *(layout.name.lower() for layout in Layout))
-MAX_TOKENS = 1024  # what clients ask for that do not know how long answers get
+MAX_TOKENS = 1024  # the max_tokens of clients that do not know how long answers get
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,27 +48,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     repeats: int
     size: float
-    """Of the loads' output lengths."""
+    """Scales the loads' output lengths."""
     minutes: float
-    """Of calibration."""
+    """How long calibration takes."""
     device: dict[str, Any] | None
-    """A description from an earlier calibration, instead of one."""
+    """A description from an earlier calibration, to be used instead of calibrating."""
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, dict[str, list[float]]]
-    """By load and label, of each round: to the last token …"""
+    """Time to the last token of all, in each round; by load and label."""
     latency_s: dict[str, dict[str, list[float]]]
-    """… and from arrival to the last token, of the mean request."""
+    """Time from a request's arrival to its last token, the mean over requests, in each round; by load and label."""
     changes: dict[str, list[str]]
-    """By load: auto's changes of layout in each round, with their reasons."""
+    """Auto's changes of layout in each round, with their reasons; by load."""
     tokens: dict[str, int]
-    """By load, of output; the same in every run, or it would have failed."""
+    """Output tokens, by load; a run with another number fails."""
     device: dict[str, Any]
 
 
 def loads(size: float) -> dict[str, Trace]:
-    """A burst that ends in a long tail, and few clients before a crowd of long prompts. Seeded."""
+    """A burst that ends in a long tail, and a few clients followed by a crowd with long prompts. Always the same."""
     rng = np.random.default_rng(7)
     burst = rollouts(
         rng, prompts=8, samples=8, prompt_tokens=128, output_median=round(60 * size), output_sigma=0.9, output_max=600
@@ -79,12 +79,13 @@ def loads(size: float) -> dict[str, Trace]:
 
 
 class Endings:
-    """Rank 0's way to the ranks: requests end by an end-of-text token at their time, whatever the model says, so that
-    every run has the same work and the scheduler does not know how much that is. Prompts and outputs [R] in tokens."""
+    """Stands between rank 0's orchestrator and the ranks: replaces sampled ids, so that each request ends by an
+    end-of-text token after as many tokens as the load says, whatever the model samples. So every run has the same work,
+    and the scheduler does not know how much that is."""
 
     def __init__(self, send: Callable[[Plan], Callable[[], StepResult]], load: Trace, slots: int, eos: int) -> None:
         self._send = send
-        self._last = load.prompt_tokens + load.output_tokens - 1  # [R] positions
+        self._last = load.prompt_tokens + load.output_tokens - 1  # [requests], tokens computed when the last is sampled
         self._final = np.zeros(slots, np.int64)
         self._eos = eos
 
@@ -106,7 +107,7 @@ class Endings:
 def serve(
     world: World, model: ModelConfig, config: EngineConfig, load: Trace, device: Device | None, auto: bool
 ) -> tuple[float, float, list[str]] | None:
-    """One run on every rank; rank 0 gets (seconds, mean latency in seconds, the switches)."""
+    """One run, called on every rank; rank 0 gets (seconds, mean latency in seconds, the switches), the others None."""
     worker = start_worker(world, model, config, Checkpoint(MODEL, model))
     if device is None:
         worker.follow()
@@ -160,7 +161,7 @@ def _request(load: Trace, number: int) -> Request:
 
 
 def measure(world: World, settings: Settings) -> Findings | None:
-    """On every rank; rank 0 gets the findings."""
+    """Called on every rank; rank 0 gets the findings, the others None."""
     torch.set_num_threads(1)
     model = load_config(MODEL)
     device = _device(world, model, settings)
@@ -200,7 +201,7 @@ def measure(world: World, settings: Settings) -> Findings | None:
 
 
 def _device(world: World, model: ModelConfig, settings: Settings) -> Device | None:
-    """The ranks' description; None on all but rank 0, which alone decides."""
+    """The device's description on rank 0, which alone decides; None on others."""
     if settings.device is not None:
         return None if world.rank else parse_device(settings.device, "device")
     found = calibrate(

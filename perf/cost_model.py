@@ -1,8 +1,8 @@
 """How well the cost model predicts steps that it was not calibrated on: `python -m perf.cost_model --help`.
 
-Calibrates on the ranks of an mpirun by the time on the clock, as `splash-trt calibrate` does. With --threads, ranks are
-threads of one process, of which one runs at a time, and the process's CPU time counts: that leaves out their waiting,
-and is hardly touched by whatever else the machine does. Writes perf/results/scheduler/.
+Calibrates on ranks under mpirun by wall-clock time, as `splash-trt calibrate` does. With --threads, ranks are threads
+of one process, of which one runs at a time, and the process's CPU time is measured: this excludes waiting, and is
+hardly affected by whatever else the machine does. Writes perf/results/scheduler/.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     summary: dict[str, float]
     tokens: dict[str, list[list[int]]]
-    """On GPUs, per layout: what the check compares."""
+    """The tokens that the check compares, by layout; on GPUs only."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.cost_model")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", action="store_true", help="ranks are threads, measured by CPU time")
-    parser.add_argument("--minutes", type=float, default=3.0, help="time to measure for")
+    parser.add_argument("--minutes", type=float, default=3.0, help="how long to measure")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--run-on", default="cpu", choices=RUN_ON_PLACES)
     parser.add_argument("--model", type=Path, help="folder with a config.json, for random weights and uniform routing; "
-                        "default: models/splash-tiny as it is")  # fmt: skip
+                        "default: models/splash-tiny with its own weights")  # fmt: skip
     parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(world: World, options: argparse.Namespace) -> Findings | None:
-    """On every rank; rank 0 gets the findings."""
+    """Called on every rank; rank 0 gets the findings, the others None."""
     torch.set_num_threads(1)
     model = load_config(options.model or MODEL)
     result = calibrate(
@@ -109,7 +109,7 @@ def findings(result: Calibration, options: argparse.Namespace, tokens: dict[str,
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> Findings:
-    """Start the ranks and wait. Raises CalledProcessError when they fail; why is on stderr."""
+    """Starts the ranks and waits for them. Raises CalledProcessError if they fail; the reason is on stderr."""
     if options.threads:
         found = ThreadWorld(options.ranks, 300.0).run(lambda world: measure(world, options))[0]
         assert found is not None
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> Findings:
 
 
 def rank(options: argparse.Namespace) -> int:
-    """This process is a rank."""
+    """Runs one rank, which is this process."""
 
     def program(world: World) -> int:
         found = measure(world, options)
@@ -136,7 +136,7 @@ def rank(options: argparse.Namespace) -> int:
 
 
 def same_on_gpus(tokens: dict[str, list[list[int]]], ranks: int) -> str:
-    """As same_tokens, of what the ranks told on their GPUs."""
+    """As same_tokens, for the tokens that the ranks computed on GPUs."""
     expected = tokens["tp"]
     for layout, found in tokens.items():
         assert found == expected, f"{layout} differs from tp"
@@ -144,7 +144,8 @@ def same_on_gpus(tokens: dict[str, list[list[int]]], ranks: int) -> str:
 
 
 def same_tokens(ranks: int) -> str:
-    """The measured code computes the same under all layouts; AssertionError names the first that does not."""
+    """The check: the measured code computes the same tokens under all layouts. AssertionError names the first layout
+    that does not."""
     expected: list[tuple[int, ...]] | None = None
     prompts = [[(7 * n + 13 * i) % 2048 for i in range(n)] for n in CHECK_PROMPTS]
     wish = SamplingParams(max_tokens=CHECK_TOKENS, temperature=0.0, ignore_eos=True)
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
         name: getattr(options, name) for name in ("ranks", "threads", "minutes", "dtype", "run_on", "experts_cut")
     }
     config |= {"model": name, "summary": found.summary, "device": found.device}
-    settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    settings = harness.without(arguments, "--remark", "--results")
     settings = [name if word == str(options.model) else word for word in settings]
     where = {"gpu": "gpus", "shared-gpu": "shared_gpu", "cpu": "ranks"}[options.run_on]
     result = harness.Result(

@@ -1,6 +1,6 @@
-"""What perf/kernels_decode.py measures on: inputs of kernels around decode attention, and how to check and time them.
+"""The inputs of perf/kernels_decode.py, for kernels around decode attention; and how these are checked and timed.
 
-Numbers are those of glm-4.7-flash; every kernel is compared with its plain torch reference on fresh random numbers,
+Sizes are those of glm-4.7-flash. Every kernel is compared with its plain torch reference, on fresh random numbers and
 into outputs full of NaN.
 """
 
@@ -32,15 +32,15 @@ from splash_plugins.value_up import reference as value_reference
 from splash_plugins.value_up.kernel import decode_values, value_up
 
 NOPE, ROPE, VALUE, LATENT, WIDTH, PAGE_TOKENS, SCALE = 192, 64, 256, 512, 576, 64, 256**-0.5
-UNCUT = 1000  # tiles
+UNCUT = 1000  # tiles of a part, more than any context has
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Relative error ‖out − reference‖ / ‖reference‖ that rounding explains.
+# The relative error ‖out − reference‖ / ‖reference‖ that rounding can explain.
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 @dataclass
 class Attention:
-    """Queries, and the pages of several layers that hold their contexts; `layers` are views of one layer each."""
+    """Queries, and pages of several layers with their contexts. layers: one view of the pages for each layer."""
 
     q: torch.Tensor
     layers: list[torch.Tensor]
@@ -54,8 +54,8 @@ class Attention:
     stride: int = 1
 
     def index(self, layer: int = 0, parts: Parts | None = None) -> tuple[Any, ...]:
-        """What decoding is told of the contexts, from the layer's pages to the scale. parts: instead of those as the
-        host cuts them."""
+        """The arguments of decode kernels from the layer's pages to the scale. parts: None for those that the host
+        cuts."""
         index = (self.layers[layer], self.tables, self.slot, self.first, self.length)
         return *index, parts or self.parts, self.stride, LATENT, SCALE
 
@@ -64,7 +64,7 @@ class Attention:
 
 
 def parts_on_gpu(lengths: Sequence[int], heads: int, size: int | None = None) -> Parts:
-    """As the host cuts contexts, or of `size` tiles at most."""
+    """The parts of contexts as the host cuts them, or with at most `size` tiles each."""
     length = np.array(lengths, np.int32)
     found = cut(length, heads, num_sms_of(torch.device("cuda"))) if size is None else parts_of(length, size)
     return Parts(*(torch.from_numpy(array).cuda() for array in found))
@@ -79,8 +79,8 @@ def attention(
     stride: int = 1,
     page_tokens: int = PAGE_TOKENS,
 ) -> Attention:
-    """Pages in random order; NaN where no query may read. Tables have `spare` times the columns that are in use, of
-    which a query reads every stride-th."""
+    """Queries with contexts of these lengths. Pages are in random order, and NaN where no query may read. Tables have
+    `spare` times as many columns as are used; a query reads every stride-th column."""
     used = [-(-n // page_tokens) for n in lengths]
     num_pages = sum(used) + 1
     arena = torch.empty((num_pages, num_layers, page_tokens, WIDTH), dtype=dtype, device="cuda").normal_()
@@ -116,7 +116,7 @@ class Checks:
     def attention(
         self, what: str, case: Attention, want: tuple[torch.Tensor, torch.Tensor], size: int | None, **options: Any
     ) -> None:
-        """size: tiles of a part at most; None: as the host cuts."""
+        """Compares decode with `want`. size: most tiles of a part; None: as the host cuts."""
         case.out.fill_(torch.nan)
         case.lse.fill_(torch.nan)
         parts = parts_on_gpu(case.length.tolist(), case.q.shape[1], size)
@@ -135,7 +135,7 @@ def attention_wanted(case: Attention) -> tuple[torch.Tensor, torch.Tensor]:
 def check_attention(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     for dtype, heads in itertools.product(dtypes, (10, 20, 64)):
         if dtype == torch.float32 and heads > 10:
-            continue  # one way through the kernel, slow to compile
+            continue  # float32 takes one path through the kernel and is slow to compile
         case = attention([0, 1, 63, 64, 65, 600, 1000, 0], heads, dtype, 1)
         want = attention_wanted(case)
         for size in (None, UNCUT, 3):
@@ -147,7 +147,7 @@ def norm_inputs(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def latent_inputs(tokens: int, dtype: torch.dtype, num_q: int = 768) -> dict[str, Any]:
-    """Arguments of latent_rows in order."""
+    """Arguments of latent_rows, in their order."""
     angle = torch.rand((tokens, 32), device="cuda") * 100
     places = torch.randperm(tokens * 2, device="cuda")[:tokens]
     page, offset = (places // PAGE_TOKENS).int(), (places % PAGE_TOKENS).int()
@@ -173,7 +173,7 @@ def latent_inputs(tokens: int, dtype: torch.dtype, num_q: int = 768) -> dict[str
 
 
 def rope_inputs(tokens: int, dtype: torch.dtype, heads: int = 20) -> tuple[torch.Tensor, ...]:
-    """q, cos, sin and the absorbed queries of at most 512 tokens."""
+    """Arguments of rope_q: q, cos, sin, and absorbed queries of at most 512 tokens."""
     angle = torch.rand((tokens, 32), device="cuda") * 100
     q = torch.randn((tokens, heads, 256), device="cuda").to(dtype)
     absorbed = torch.zeros((min(tokens, 512), heads, WIDTH), dtype=dtype, device="cuda")
@@ -181,7 +181,7 @@ def rope_inputs(tokens: int, dtype: torch.dtype, heads: int = 20) -> tuple[torch
 
 
 def check_rows(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """The norm, the latent rows and the rotation."""
+    """Checks the norm, the latent rows and the rotation."""
     for dtype, tokens in itertools.product(dtypes, (1, 77)):
         hidden, delta, weight = norm_inputs(tokens, dtype)
         want_hidden, want, out = hidden.clone(), torch.empty_like(hidden), torch.full_like(hidden, torch.nan)
@@ -207,7 +207,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0)
 
 
 def check_heads(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """Products by head: absorbing, values, and both after attention to parts of contexts."""
+    """Checks products by head: absorbed queries, and values, alone and together with attention to parts of contexts."""
     for dtype, queries in itertools.product(dtypes, (1, 16, 61, 100)):
         q, cos, sin, got = rope_inputs(queries, dtype, 10)
         w_uk = normal(10, NOPE, LATENT, dtype=dtype, scale=NOPE**-0.5)
@@ -233,7 +233,7 @@ def check_heads(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
 
 
 def check_products(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """Products of few rows: weights by rows and by columns."""
+    """Checks products of few rows, with weights stored by rows and by columns."""
     for dtype, rows in itertools.product(dtypes, (1, 16, 32, 33)):
         for depth, columns in ((2048, 1344), (768, 2560), (2560, 2048)):
             x, w = normal(rows, depth, dtype=dtype), normal(columns, depth, dtype=dtype, scale=depth**-0.5)
@@ -247,7 +247,7 @@ def check_products(checks: Checks, dtypes: Sequence[torch.dtype] = DTYPES) -> No
 
 
 def time_us(launches: Sequence[Callable[[], None]], replays: int = 20) -> float:
-    """Median microseconds of one of the launches, all in one graph."""
+    """The median microseconds of one launch; all are in one CUDA graph."""
     for launch in launches[:2]:
         launch()
     graph = captured(launches)

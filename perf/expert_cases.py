@@ -1,6 +1,7 @@
-"""What perf/kernels_experts.py measures on: experts, tokens routed to them, and how to check and time.
+"""The inputs of perf/kernels_experts.py: experts and tokens that are routed to them; and how results are checked and
+timed.
 
-T tokens, k choices a token, E_r experts here, D hidden, I intermediate.
+T tokens, k choices a token, E_r experts on this rank, D hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from splash_plugins.grouped_experts import reference
 from splash_trt.models.config import Experts, GroupScore, Scoring
 
 GPU = torch.device("cuda")
-# Relative error ‖out − reference‖ / ‖reference‖ that rounding explains.
+# The relative error ‖out − reference‖ / ‖reference‖ that rounding can explain.
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's experts on one of two ranks."""
+    """One layer's experts on one of two ranks. local: how many of them the rank has."""
 
     name: str
     hidden: int
@@ -59,7 +60,7 @@ TINY = Shape("tiny", 256, 192, rules(4, 1, 1), 8)
 
 @dataclass
 class Case:
-    """Weights once, and several sets of tokens that are routed alike."""
+    """A layer's weights, and several sets of tokens with random choices."""
 
     shape: Shape
     tokens: int
@@ -91,10 +92,11 @@ class Case:
         return out
 
     def hit(self) -> float:
-        """Experts here that a set's tokens use, on average."""
+        """How many of the rank's experts a set's tokens use, on average over sets."""
         return sum(int(torch.unique(c[c < self.shape.local]).numel()) for c in self.choice) / self.sets
 
     def pairs(self) -> float:
+        """How many pairs have an expert of the rank, on average over sets."""
         return sum(int((c < self.shape.local).sum()) for c in self.choice) / self.sets
 
 
@@ -121,7 +123,7 @@ class Checks:
 
 
 def time_us(launches: Sequence[Callable[[], object]], seconds: float = 0.02) -> float:
-    """Median microseconds of one of the launches, all in one graph, replayed for about so many seconds."""
+    """The median microseconds of one launch. All are in one CUDA graph, which is replayed for about `seconds`."""
     launches[0]()
     graph = captured(launches)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

@@ -1,10 +1,11 @@
-"""Times the routed experts of two ranks by how they are cut over them, whole or inside: `python -m perf.kernels_experts
---cuts`. The letters are those of kernels_experts.py.
+"""Times the routed experts of two ranks for both ways of cutting them, whole experts or inside each: `python -m
+perf.kernels_experts --cuts`. Letters as in kernels_experts.py.
 
-Cut whole, a step waits for the rank that is hit by more distinct experts: sets of tokens are turned so that the first
-rank always is, and its time is the one to compare; the other's is told too. Cut inside, all ranks do the same. Every
-time is that of the whole operation, the sum over a token's experts included, which is also timed alone. Both are first
-compared with plain torch, into outputs full of NaN; a wrong result makes the exit code 1.
+With whole experts, a step waits for the rank whose experts are chosen more (more distinct ones). Sets of tokens are
+arranged so that this is always the first rank, whose time is the one to compare; the other rank's is printed too. With
+experts cut inside, all ranks do the same work. Times are of the whole operation, with the sum over a token's experts,
+which is also timed alone. Both ways are first compared with plain torch, into outputs full of NaN; a wrong result makes
+the exit code 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ INSIDE = functools.partial(grouped_experts, all_here=True)
 
 
 def turn(case: Case) -> None:
-    """Has the first rank hit by as many distinct experts as the other, or by more."""
+    """Swaps the two ranks' experts in sets of tokens where the second rank would use more distinct ones, or as many for
+    more pairs."""
     local = case.shape.local
     for choice in case.choice:
         first, second = (choice[here] for here in (choice < local, choice >= local))
@@ -45,7 +47,7 @@ def combine_us(case: Case) -> float:
 
 
 def compare(checks: Checks, tokens: int, whole: Case, inside: Case) -> None:
-    """Both on the same tokens and choices."""
+    """Checks and times both ways on the same tokens and choices."""
     turn(whole)
     inside.x, inside.choice, inside.weight = whole.x, whole.choice, whole.weight
     checks.experts("whole", whole, grouped_experts, whole.wanted())
@@ -64,7 +66,7 @@ def compare(checks: Checks, tokens: int, whole: Case, inside: Case) -> None:
 
 
 def compile_in_child(job: tuple[Shape, int]) -> None:
-    """Leaves the kernels in Triton's cache on disk: a launch that hits no expert, over memory that nobody reads."""
+    """Puts the kernels into Triton's cache on disk, by a launch in which no expert is chosen and no weight is read."""
     shape, tokens = job
     gate_up = torch.empty(shape.local, 2 * shape.inner, shape.hidden, device=GPU, dtype=torch.bfloat16)
     down = torch.empty(shape.local, shape.hidden, shape.inner, device=GPU, dtype=torch.bfloat16)

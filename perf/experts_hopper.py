@@ -1,8 +1,8 @@
 """Checks and times the routed experts' kernel for Hopper beside the portable one: `python -m perf.kernels_experts
---hopper`. The letters are those of kernels_experts.py.
+--hopper`. Letters as in kernels_experts.py.
 
-Each check: fresh random numbers, into an output full of NaN, against plain torch; the same bits when it is repeated. A
-wrong result makes the exit code 1, a kernel that hangs ends the process by SIGALRM.
+A check computes from fresh random numbers into an output full of NaN, compares with plain torch, and repeats it for
+the same bits. A wrong result makes the exit code 1; if a kernel hangs, SIGALRM ends the process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from splash_plugins.grouped_experts.sort_kernel import sort_pairs
 from splash_plugins.grouped_experts.tiles import choose
 
 TOKENS = {GLM: (1024, 2048, 4096, 8192, 16384), SLICE: (1024, 4096)}
-REPEATS = 4  # of a check, for the same bits
+REPEATS = 4  # of a check, which must give the same bits
 TIMEOUT_S = 90
 COMPILERS = 8
 BUSY = 5  # the expert that gets nearly everything
 
 
 def portable(case: Case) -> None:
-    """The operation by the other kernels."""
+    """The whole operation by the portable kernels."""
     num_experts, width, inner = case.down.shape
     plan = choose(case.tokens, case.shape.top_k, num_experts, width, inner, case.down.element_size(), limits(GPU))
     where = (case.gate_up, case.down, case.first, case.addend, case.out)
@@ -39,7 +39,7 @@ def portable(case: Case) -> None:
 
 
 def spread(case: Case, how: str) -> None:
-    """Routes the case's tokens otherwise."""
+    """Changes how the case's tokens are routed."""
     choice, x = case.choice[0], case.x[0]
     if how == "one expert gets 90 %":
         choice[torch.rand(choice.shape, device=GPU) < 0.9] = BUSY
@@ -78,7 +78,7 @@ def check_all(checks: Checks, shape: Shape, counts: Sequence[int], dtype: torch.
 
 
 def time_tokens(case: Case) -> None:
-    """Prints the whole operation's time beside the portable kernels', and that of its launches."""
+    """Prints the time of the whole operation, that of the portable kernels, and that of each launch."""
     shape, x, top_k, choice = case.shape, case.x[0], case.shape.top_k, case.choice[0]
     order = sort_pairs(choice, shape.local, case.first, ROWS)
     pairs, blocks = case.pairs(), int(order.num_blocks)
@@ -103,7 +103,7 @@ def time_tokens(case: Case) -> None:
 
 
 def compile_in_child(job: tuple[Shape, torch.dtype, int]) -> None:
-    """Leaves the kernels in Triton's cache on disk: launches that hit no expert, over memory that nobody reads."""
+    """Puts the kernels into Triton's cache on disk, by launches in which no expert is chosen and no weight is read."""
     shape, dtype, tokens = job
     gate_up = torch.empty(shape.local, 2 * shape.inner, shape.hidden, device=GPU, dtype=dtype)
     down = torch.empty(shape.local, shape.hidden, shape.inner, device=GPU, dtype=dtype)

@@ -1,7 +1,7 @@
-"""The least time that a step could take: what it must compute, read and send, at the rates that the hardware reached.
+"""The least time that a step could take (roofline): what it must compute, read and send, at measured hardware rates.
 
-The same work as the cost model counts (splash_trt/scheduler/work.py), without launches, inefficiencies and the host:
-each operation takes the longer of its arithmetic and its memory traffic. Collectives keep their latency.
+It counts the same work as the cost model (splash_trt/scheduler/work.py), but without launches, inefficiencies and the
+host: an operation takes the longer of its arithmetic and its memory traffic. Collectives keep their latency.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from splash_trt.scheduler.device import Device
 
 
 def bare(device: Device) -> Device:
-    """The device as its hardware is: no factors, and no time for anything but work and the latency of collectives."""
+    """The device without overheads: no factors, and no times except for work and for the latency of collectives."""
     return dataclasses.replace(
         device, factors={}, operation_s=0.0, step_s=0.0, expert_s=0.0, padded=False, concurrent_ranks=None
     )
 
 
 class Floor:
-    """Of a model on ranks of this device."""
+    """The least times of a model's steps on ranks of this device."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, device: Device) -> None:
         self._model, self._ranks = model, config.num_ranks
         self._costs = CostModel(model, config, bare(device))
 
     def decode_ms(self, layout: Layout, batch: int, context: int) -> float:
-        """A step of `batch` requests with one token each and that much context, spread evenly."""
+        """A step that decodes one token for each of `batch` requests, spread evenly over ranks, with `context` tokens
+        each."""
         tokens = np.bincount(np.arange(batch) % self._ranks, minlength=self._ranks).astype(np.float64)
         zeros = np.zeros(self._ranks)
         step = Batch(
@@ -47,7 +48,7 @@ class Floor:
         return 1e3 * self._costs.step_s(step)
 
     def prefill_ms(self, layout: Layout, tokens: int) -> float:
-        """One prompt in one step."""
+        """A step that prefills one prompt of `tokens` tokens."""
         first = np.zeros(self._ranks)
         first[0] = 1.0
         step = Batch(
@@ -63,7 +64,7 @@ class Floor:
         return 1e3 * self._costs.step_s(step)
 
     def experts_hit(self, batch: int) -> float:
-        """Distinct experts of a layer that a step of so many tokens is expected to touch under uniform routing."""
+        """The expected number of distinct experts of a layer that `batch` tokens use together, for uniform routing."""
         experts = self._model.experts
         if experts is None:
             return 0.0

@@ -1,9 +1,10 @@
 """How fast tokens get from rank 0's link to clients, without a model: `python -m perf.frontend --help`.
 
-An engine stand-in (frontend_emitter.py) gives every request one token a step, at fixed times. Frontends as `splash-trt
-serve --frontends K` starts them read that from the real link, detokenise it and write server-sent events. Clients
-(frontend_load.py) count tokens. All of it shares the machine's cores. A token's delay is from the moment before its
-step's message is made until a client has read it; CPU seconds are those of all processes of a kind while tokens flow.
+A stand-in for the engine (frontend_emitter.py) gives every request one token a step, at fixed times. Frontends, started
+as by `splash-trt serve --frontends K`, read them from the real link, detokenise them and write server-sent events.
+Clients (frontend_load.py) count tokens. All of these share the machine's cores. A token's delay is the time from just
+before its step's message is made until a client has read it. CPU seconds are summed over all processes of a kind while
+tokens flow.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from splash_trt.frontends import Frontends
 MODEL = harness.ROOT / "models" / "splash-tiny"
 VIEW = harness.View(x="offered", y="tokens_per_s", series="frontends", panels=("streams",), ratio=None)
 PROBE_S = 0.02
-RAMP = 0.2  # of the tokens, at the beginning and at the end of each stream, are left out: not all streams flow yet
+RAMP = 0.2  # this share of tokens is left out at both ends of each stream, where not all streams flow
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -45,23 +46,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--offered", type=int, nargs="+", default=[2500, 30000],
                         help="tokens per second that the engine emits, all streams together")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=3, help="of all cases; each number is the median over them")
-    parser.add_argument("--clients", type=int, default=1, help="processes")
-    parser.add_argument("--name", default="tokens", help="of the result")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all cases; numbers are medians over rounds")
+    parser.add_argument("--clients", type=int, default=1, help="client processes")
+    parser.add_argument("--name", default="tokens", help="the result's name")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     return parser.parse_args(arguments)
 
 
 def countable(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Tokens whose text is a space and letters: what the clients can count."""
+    """Tokens whose text is a space and letters, which clients can count."""
     texts = {token: tokenizer.token_bytes(token) for token in range(vocab_size)}
     return [token for token, text in texts.items() if text[:1] == b" " and text[1:].isalpha() and text.isascii()]
 
 
 class Probe(threading.Thread):
-    """Asks /healthz again and again, each time over a new connection. answers: when each was asked for, in nanoseconds
-    of the monotonic clock, and the seconds that it took."""
+    """Asks for /healthz again and again, each time over a new connection. answers: for each, (when it was asked for, in
+    nanoseconds of the monotonic clock; the seconds that it took)."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -80,7 +81,7 @@ class Probe(threading.Thread):
 
 
 class Deployment:
-    """One emitter and K frontends, in a folder of their own."""
+    """An emitter and `count` frontends, with their files in `folder`."""
 
     def __init__(self, folder: Path, count: int, step_s: float, vocab_size: int) -> None:
         self.times_path = folder / "times"
@@ -100,7 +101,7 @@ class Deployment:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        """Each is asked many times, whichever connection is dealt to which."""
+        """Asks until many answers in a row are good: each goes to any of the frontends."""
         ready, end = 0, time.monotonic() + 60
         while ready < 20:
             assert time.monotonic() < end, "the frontends did not become ready"
@@ -163,14 +164,15 @@ def run_case(options: argparse.Namespace, count: int, num_streams: int, offered:
 
 
 def median(rows: Sequence[harness.Row]) -> harness.Row:
-    """Of each measured number the median over one case's rounds; of lost streams all."""
+    """The median over one case's rounds of each measured number, and the sum of lost streams."""
     row = {name: float(np.median([row[name] for row in rows])) if isinstance(value, float) else value
            for name, value in rows[0].items()}  # fmt: skip
     return {**row, "lost": sum(int(row["lost"] or 0) for row in rows)}
 
 
 def middle(streams: Sequence[Stream]) -> tuple[int, int]:
-    """When all streams flow: each has a fifth of its tokens, and none has less than a fifth to go. Nanoseconds."""
+    """(begin, end) of the time in which all streams flow, in nanoseconds: each has had a fifth of its reads, and has a
+    fifth of them to come."""
     begin = max(stream.arrivals[len(stream.arrivals) // 5][0] for stream in streams)
     return begin, min(stream.arrivals[-len(stream.arrivals) // 5][0] for stream in streams)
 
@@ -181,7 +183,7 @@ def measured(streams: Sequence[Stream], times: Times, num_tokens: int) -> harnes
     steps, delays, counts = np.array(times.steps), [], []
     for stream in streams:
         at, done = np.array(stream.arrivals).T
-        # Token n came with the first read after which there were at least n + 1.
+        # Token n came with the first read after which there were at least n + 1 tokens.
         numbers = np.arange(low, min(high, stream.tokens))
         read = np.searchsorted(done, numbers, side="right")
         first = times.first[f"{stream.id}-0"]
@@ -196,7 +198,7 @@ def measured(streams: Sequence[Stream], times: Times, num_tokens: int) -> harnes
 
 
 def same_text() -> str:
-    """What clients are told is what the tokens say."""
+    """The check: a stream's text is that of its tokens. AssertionError if not."""
     tokenizer = Tokenizer(MODEL)
     vocab_size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
     prompt = countable(tokenizer, vocab_size)[:500]
@@ -226,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
         check, passed=check.passed and lost == 0, detail=f"{check.detail}; {lost} streams were lost"
     )
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
-    settings = harness.without(arguments, "--remark", options.remark)
+    settings = harness.without(arguments, "--remark")
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="frontend",

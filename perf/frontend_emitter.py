@@ -1,7 +1,7 @@
-"""An engine that only emits, at rank 0's end of the real link: every request gets one token of its prompt, again and
-again, in each step. Steps come at fixed times; when it is late it catches up.
+"""A stand-in for the engine at rank 0's end of the real link. In each step every request gets one token: those of its
+prompt, over and over. Steps come at fixed times; when it is late it catches up.
 
-As a program it writes, when it is told to end, when each step was "sampled" and each request's first step.
+When it is told to end (SIGTERM), the program writes when each step was "sampled", and each request's first step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ MAX_CONTEXT = 1 << 20
 
 
 class Times(msgspec.Struct):
-    """Times of steps in nanoseconds of the monotonic clock, and request id -> the step that gave its first token."""
+    """steps: each step's time in nanoseconds of the monotonic clock. first: by request id, the step that gave its first
+    token."""
 
     steps: list[int] = []
     first: dict[str, int] = {}
 
 
 class Running:
-    """One request: what it is answered with, and how far it is."""
+    """A request, and how many tokens it has got."""
 
     __slots__ = ("request", "number", "count", "most")
 

@@ -1,7 +1,7 @@
-"""A client that costs next to nothing: raw sockets, and of what comes it counts bytes of three kinds.
+"""A client that costs next to no CPU time: it reads raw sockets and only counts spaces and braces in what it receives.
 
-The prompts that it sends are made of tokens with one space each and no brace, and answers repeat the prompt. So an
-event of a completion has two opening braces and one space of its own, and every other space is a token.
+Its prompts consist of tokens that have one space each and no brace, and answers repeat the prompt. An event of a
+completion has two opening braces and one space of its own; so every other space is a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEADLINE_S = 300.0
 
 
 class Stream(msgspec.Struct):
-    """arrivals: (time in nanoseconds of the monotonic clock, tokens so far) of each read that brought tokens."""
+    """arrivals: for each read that brought tokens, (time in nanoseconds of the monotonic clock, tokens so far)."""
 
     id: str = ""
     tokens: int = 0
@@ -43,7 +43,7 @@ class Reader:
         self.stream = Stream()
 
     def read(self) -> bool:
-        """False at the end."""
+        """Reads what has come; False at the end of the stream."""
         data, stream = self.socket.recv(1 << 16), self.stream
         if not data:
             stream.done = self._head.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
@@ -69,7 +69,7 @@ class Reader:
 
 
 def run(port: int, count: int, body: bytes) -> list[Stream]:
-    """The streams, each without its [DONE], which has a space too."""
+    """Reads `count` streams at once. [DONE], which has a space too, is not counted as a token."""
     selector = selectors.DefaultSelector()
     readers = [Reader(port, body) for _ in range(count)]
     for reader in readers:
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.frontend_load")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--streams", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True, help="of each stream")
-    parser.add_argument("--prompt", type=json.loads, required=True, help="token ids")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of each stream")
+    parser.add_argument("--prompt", type=json.loads, required=True, help="token ids, as a JSON list")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     body = {"prompt": options.prompt, "max_tokens": options.tokens, "ignore_eos": True, "stream": True}

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels on a GPU share: how far a result is off, and how long launches take in a graph."""
+"""What the benchmarks of GPU kernels share: a result's error, and how long launches take in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative, infinite where one is not finite and the other is."""
+    """‖got − want‖ / ‖want‖; infinite if a number is finite in only one of them."""
     got, want = got.double(), want.double()
     if not torch.equal(got.isfinite(), want.isfinite()):
         return float("inf")
@@ -18,7 +18,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def captured(launches: Iterable[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A graph of these launches, whose kernels have been compiled."""
+    """A CUDA graph of these launches. Their kernels must have been compiled before."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -28,7 +28,7 @@ def captured(launches: Iterable[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def median_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Median microseconds of a replay, among so many in a row."""
+    """The median time of a replay in microseconds, over this many replays in a row."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     events[0].record()
     for event in events[1:]:

@@ -1,7 +1,8 @@
-"""What every benchmark shares: where numbers come from, how times are taken, and the one form in which they are kept.
+"""What all benchmarks share: the provenance of numbers, how times are measured, and the form that results are kept in.
 
-A result is written only with its provenance and with the correctness check that ran beside it, and only if that check
-passed; `read` refuses a file that lacks either. Times are seconds from a monotonic clock inside, milliseconds in files.
+A result is written only together with its provenance and with the correctness check that ran in the same run, and only
+if that check passed; `read` refuses a file without them. Times are seconds from a monotonic clock in code, milliseconds
+in files.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ Row = dict[str, Scalar]
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cpu: str
     cores: int
-    """That this process may use."""
+    """How many this process may use."""
     memory_gib: int
     gpus: tuple[str, ...]
-    """Name and driver of each."""
+    """Name and driver version of each."""
 
 
 class Software(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Versions; an empty string where the package is not installed."""
+    """Versions; an empty string if a package is not installed."""
 
     system: str
     python: str
@@ -59,7 +60,7 @@ class Software(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
     dirty: bool
-    """Files other than results differed from the commit, or were not in it."""
+    """Whether files other than results differed from the commit or were not in it."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,12 +68,12 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     software: Software
     commit: Commit
     config: dict[str, Any]
-    """Everything that was set: model, sizes, repeats."""
+    """All settings: model, sizes, repeats and so on."""
     command: str
-    """Repeats the run, from the repository's root."""
+    """The command that repeats the run, from the repository's root."""
     date_utc: str
     remark: str
-    """What a reader of the numbers has to know, such as what else the machine was doing."""
+    """What a reader of the numbers has to know besides, such as what else the machine was doing."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,14 +85,14 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How report.py shows the rows: one panel per value of `panels`, one line per value of `series`."""
+    """How report.py shows the rows: a panel for each value of the columns `panels`, a line for each of `series`."""
 
     x: str
     y: str
     series: str
     panels: tuple[str, ...]
     ratio: str | None = None
-    """A column shown in brackets behind y."""
+    """A column that is shown in brackets after y."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +110,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def provenance(config: Mapping[str, Any], module: str, arguments: Sequence[str], remark: str) -> Provenance:
-    """Of a run of `python -m module arguments…` on this machine, now."""
+    """The provenance of a run of `python -m module arguments…` on this machine, now."""
     return Provenance(
         hardware=hardware(),
         software=software(),
@@ -121,9 +122,16 @@ def provenance(config: Mapping[str, Any], module: str, arguments: Sequence[str],
     )
 
 
-def without(arguments: Sequence[str], *words: str) -> list[str]:
-    """A command's arguments less options, and values of options, that have no part in the numbers."""
-    return [word for word in arguments if word not in words]
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """A command's arguments without these options, which have no influence on the numbers. Each takes one value, as
+    `--option value` or `--option=value`."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word in options:
+            next(words, None)
+        elif word.partition("=")[0] not in options:
+            kept.append(word)
+    return kept
 
 
 def hardware() -> Hardware:
@@ -149,7 +157,7 @@ def software() -> Software:
 
 
 def commit(root: Path = ROOT) -> Commit:
-    """Raises RuntimeError outside a git repository: numbers of unknown code are worth nothing."""
+    """The repository's commit. RuntimeError outside a git repository: numbers of unknown code are worth nothing."""
     changed = _git(root, "status", "--porcelain", "--", ".", ":!perf/results")
     return Commit(id=_git(root, "rev-parse", "HEAD"), dirty=bool(changed))
 
@@ -162,7 +170,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _proc_field(path: str, name: str) -> str:
-    """A field of a /proc file, empty where there is none."""
+    """A field of a /proc file; an empty string if there is none."""
     if not Path(path).exists():
         return ""
     found = re.search(rf"^{name}\s*:\s*(.*)$", Path(path).read_text(), re.MULTILINE)
@@ -192,11 +200,11 @@ def _mpi() -> str:
     return answer.stdout.split("\n")[0].replace("mpirun (", "").replace(")", "").strip()
 
 
-# How times are taken
+# How times are measured
 
 
 def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], list[float]]:
-    """A variant for `interleave` whose one sample is the time of one call."""
+    """A variant for `interleave`: a round's only sample is the time of one call."""
 
     def sample() -> list[float]:
         begin = clock()
@@ -209,10 +217,10 @@ def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 def interleave(
     variants: Mapping[str, Callable[[], Sequence[float]]], *, warmup: int, repeats: int
 ) -> dict[str, list[list[float]]]:
-    """Seconds per variant and round. Each variant's function takes one round of samples.
+    """Seconds by variant and round. A variant's function measures one round of samples.
 
-    All variants run in every round, in an order that turns by one each time, so that what the machine does meanwhile
-    hits all of them alike. The first `warmup` rounds are thrown away.
+    All variants run in every round, in an order that rotates by one each time, so that whatever else the machine does
+    affects all of them alike. The first `warmup` rounds are discarded.
     """
     names = list(variants)
     samples: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -226,14 +234,14 @@ def interleave(
 
 
 def summary(rounds: Sequence[Sequence[float]]) -> dict[str, float | int]:
-    """median_ms, p10_ms, p90_ms and samples over all rounds' seconds."""
+    """median_ms, p10_ms, p90_ms and the number of samples, over all rounds' seconds."""
     values = np.concatenate([np.asarray(part, np.float64) for part in rounds]) * 1e3
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
     return {"median_ms": median, "p10_ms": p10, "p90_ms": p90, "samples": len(values)}
 
 
 def ratio(rounds: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> float:
-    """How many times as long as `base`: the median over rounds of the quotient of the round's medians."""
+    """How many times as long as `base` it took: the median over rounds of the ratio of the round's two medians."""
     return float(np.median([np.median(a) / np.median(b) for a, b in zip(rounds, base, strict=True)]))
 
 
@@ -241,7 +249,7 @@ def ratio(rounds: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) ->
 
 
 def checked(what: str, call: Callable[[], str]) -> Check:
-    """Run a correctness check. `call` returns what it found, or raises AssertionError with it."""
+    """Runs a correctness check. `call` returns what it found, or raises an AssertionError that says it."""
     try:
         return Check(what=what, passed=True, detail=call())
     except AssertionError as error:
@@ -249,7 +257,7 @@ def checked(what: str, call: Callable[[], str]) -> Check:
 
 
 def write(result: Result, results: Path = RESULTS) -> Path:
-    """Write results/<area>/<name>.json; ValueError says why it is refused."""
+    """Writes <results>/<area>/<name>.json. ValueError, with the reason, if the result is refused."""
     _refuse_bad(result)
     data = msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
     _refuse_private(data.decode())
@@ -260,7 +268,7 @@ def write(result: Result, results: Path = RESULTS) -> Path:
 
 
 def read(path: Path) -> Result:
-    """A result from its file; ValueError if it is of another schema, or without provenance or check."""
+    """Reads a result. ValueError if it has another schema, or lacks its provenance or check."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=Result)
     except msgspec.MsgspecError as error:
@@ -291,7 +299,7 @@ def _refuse_bad(result: Result) -> None:
 
 
 def _refuse_private(text: str) -> None:
-    """Results are published: nothing in them may name the machine or its folders."""
+    """ValueError if a result's text names this machine or its folders: results are published."""
     names = {socket.gethostname(), str(Path.home()), str(ROOT), sys.prefix} - {"", "/", "localhost"}
     for name in sorted(names):
         if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):

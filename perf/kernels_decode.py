@@ -1,8 +1,8 @@
 """Checks and times the kernels around decode attention on a GPU: `python -m perf.kernels_decode`.
 
 A wrong result makes the exit code 1. Times are medians over replays of CUDA graphs of several launches, each on another
-layer, so that no launch finds its rows or weights in the L2. Kernels are compiled, and tiles tried out, in processes of
-their own: one that crashes is named and left out.
+layer, so that no launch finds its rows or weights in the L2 cache. Kernels are compiled, and tiles tried, in separate
+processes: what crashes is named and left out.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from splash_plugins.rope_q.kernel import rope_q
 from splash_plugins.silu_mul.kernel import silu_mul
 from splash_plugins.value_up.kernel import decode_values, value_up
 
-BANDWIDTH = 4.3e12  # bytes/s that a copy reaches on an H200, read and written
+BANDWIDTH = 4.3e12  # bytes/s that a copy reaches on an H200, reads and writes together
 HEADS, HIDDEN, QUERY = 10, 2048, 768
 SHAPES = ((1, 10, 600), (1, 10, 15000), (16, 10, 600), (16, 20, 600), (64, 10, 640), (512, 10, 640))
-# Rows a tile, warps, stages, blocks of columns.
+# (rows of a tile, warps, stages, blocks of latent columns)
 TILES = ((32, 4, 3, 1), (32, 4, 3, 4), (32, 4, 4, 4), (32, 8, 3, 1), (64, 4, 2, 1), (64, 4, 2, 4), (64, 8, 2, 1))
 LAYERS = ((1, 600), (4, 600), (16, 600), (64, 600), (1, 15000), (16, 4000))
 FEW_ROWS = (1, 16, 32)
@@ -70,7 +70,7 @@ BUDGET_S = 78  # no new sweep begins after this many seconds
 
 
 def configs(heads: int) -> list[DecodeConfig]:
-    """Sums [L, block_h] of 64 heads need the registers of 8 warps."""
+    """The configurations to try. Sums [L, block_h] of 64 heads need the registers of 8 warps."""
     most = min(64, max(16, triton.next_power_of_2(heads)))
     return [DecodeConfig(most, n, max(warps, most // 8), stages, parts) for n, warps, stages, parts in TILES]
 
@@ -99,7 +99,7 @@ def run_layer(queries: int, context: int, wanted: bool) -> None:
 
 
 def tried(job: Job) -> str:
-    """Runs what the job names, which leaves its kernels in Triton's cache on disk. What went wrong, or nothing."""
+    """Runs a job, which puts its kernels into Triton's cache on disk. Returns what went wrong, or an empty string."""
     function, *arguments = job
     try:
         with redirect_stdout(io.StringIO()):
@@ -123,7 +123,7 @@ def try_all() -> dict[Job, str]:
 
 
 def diagnose(heads: int, config: DecodeConfig) -> None:
-    """Where a tile accesses memory that it may not."""
+    """Prints where a tile accesses memory that it must not, as compute-sanitizer finds it, if that is installed."""
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         return
@@ -167,7 +167,8 @@ def speed(us: float, num_bytes: float) -> str:
 
 
 def time_rows() -> None:
-    """Repeated on one set of tensors: in a step, too, a launch finds in the L2 what the one before it wrote."""
+    """Times kernels over rows, repeated on the same tensors: in a step, too, a launch finds in the L2 cache what the
+    launch before it wrote."""
     repeats = 20
     for tokens in (16, 512, 8192):
         hidden, delta, weight = norm_inputs(tokens, torch.bfloat16)
@@ -183,7 +184,7 @@ def time_rows() -> None:
 
 
 class Layers:
-    """What attention of one rank of two reads in several layers, for A queries of such contexts."""
+    """The inputs of attention in several layers on one of two ranks, for queries with contexts of these lengths."""
 
     def __init__(self, lengths: Sequence[int], num: int | None) -> None:
         queries = len(lengths)
@@ -232,7 +233,7 @@ class Layers:
         linear(self.values.flatten(1), self.o[n].t(), self.out, columns=columns)
 
     def before(self, n: int) -> None:
-        """As it was in six launches of attention."""
+        """Attention's former sequence of launches, by torch's products."""
         self.begin(n, 0)
         self.absorb_apart(n)
         self.case.run(decode, n)
@@ -246,7 +247,7 @@ class Layers:
         self.end(n, columns)
 
     def forked(self, n: int) -> None:
-        """A product on a second stream beside the others."""
+        """A product on a second stream, beside the others."""
         self.second.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.second):
             linear(self.x, self.qkv[n], self.rows["qkv"], columns=16)
@@ -256,7 +257,7 @@ class Layers:
 
 
 def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True), num_layers: int | None = None) -> None:
-    """num_layers 1: only runs what would be timed."""
+    """Times one layer. num_layers 1: only runs what would be timed."""
     layers = Layers([context] * queries, num_layers)
     plain, blocks, large = (DecodeConfig(16, *what) for what in ((32, 4, 3, 1), (32, 4, 3, 4), (64, 4, 2, 1)))
     tiles = [(plain, 264), (plain, 132), (blocks, 264), (large, 132)]
@@ -282,7 +283,7 @@ def time_layer(queries: int, context: int, ways: Sequence[bool] = (False, True),
 
 
 def time_products(tokens: int, num: int = 40) -> None:
-    """By torch, then by as many columns a program."""
+    """Times products of few rows, by torch, then with several numbers of columns for a program."""
     sizes = {"qkv": (QUERY + WIDTH, HIDDEN), "q_b": (2560, QUERY), "o": (HIDDEN, 2560), "down": (HIDDEN, 768)}
     for name, (columns, depth) in sizes.items():
         w = normal(num, columns, depth)

@@ -1,8 +1,8 @@
-"""Checks and times Hopper's own decode attention on one of them: `python -m perf.kernels_decode_hopper`.
+"""Checks and times the decode attention kernels for Hopper, on a Hopper GPU: `python -m perf.kernels_decode_hopper`.
 
-A wrong result, a crash or a hang makes the exit code 1. Kernels are compiled and checked in processes of their own, so
-that one that fails is named and leaves the others alone. Times are of attention and values of one layer of a rank of
-two, as perf/kernels_decode.py takes them, with the bytes of the contexts' rows, beside the portable kernel's.
+A wrong result, a crash or a hang makes the exit code 1. Kernels are compiled and checked in separate processes, so that
+one that fails is named and does not affect the others. Times are of one layer's attention and values on one of two
+ranks, measured as in perf/kernels_decode.py, beside the portable kernel's; rates count the bytes of the contexts' rows.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from splash_plugins.value_up import reference
 from splash_plugins.value_up.kernel import decode_values
 
 SHAPES = tuple((queries, 600) for queries in (1, 4, 16, 32, 64, 128, 256, 512)) + ((1, 15000), (16, 4000))
-# Queries, their rows of context, and those of one more.
+# (queries, rows of their contexts, rows of one more query's)
 UNEVEN = ((128, 876, 4706), (20, 3000, 22908))
-# Heads, dtype, stride of tables, rows a page, whether kernels overlap.
+# (heads, dtype, stride of tables, rows of a page, whether kernels overlap)
 CASES = (
     (10, torch.bfloat16, 1, 64, True),
     (16, torch.float16, 1, 128, False),
@@ -49,12 +49,12 @@ CASES = (
 )
 LENGTHS = [0, 1, 63, 64, 65, 600, 15000, 130, 129, 128, 0]
 CHILDREN = 15
-DEADLINE_S, BUDGET_S = 50, 75  # of the checks, and after so many seconds no shape is begun
+DEADLINE_S, BUDGET_S = 50, 75  # of the checks; and no shape is begun after so many seconds
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def check_lengths(stages: int, heads: int, dtype: torch.dtype, stride: int, page_tokens: int, overlap: bool) -> None:
-    """Against the reference, by several cuts of the contexts."""
+    """Compares with the reference, with contexts cut in several ways."""
     config = hopper_config(stages, heads)
     case = attention(LENGTHS, heads, dtype, 2, 2, stride, page_tokens)
     want = attention_wanted(case)
@@ -66,7 +66,7 @@ def check_lengths(stages: int, heads: int, dtype: torch.dtype, stride: int, page
 
 
 def check_many(stages: int) -> None:
-    """More programs than run at once, over and over: bit for bit the same, and right."""
+    """More programs than can run at once, several times: results must be right, and the same bits each time."""
     case = attention([*torch.randint(0, 1500, (300,)).tolist(), 6000], 10, torch.bfloat16, 2, 1)
     want, config, checks = attention_wanted(case), hopper_config(stages, 10), Checks()
     for size in (UNCUT, None):
@@ -93,14 +93,14 @@ def check_values(stages: int) -> None:
 
 
 def warm(*lengths: int) -> None:
-    """Compiles what is timed."""
+    """Compiles the kernels that will be timed."""
     layers = Layers(lengths, 1)
     layers.attend(0)
     layers.attend(0, config=portable_config(len(lengths)))
 
 
 def tried(job: Job) -> str:
-    """What went wrong, or nothing."""
+    """Runs a job. Returns what went wrong, or an empty string."""
     torch.manual_seed(time.time_ns())
     said = io.StringIO()
     try:
@@ -113,7 +113,7 @@ def tried(job: Job) -> str:
 
 
 def check_all() -> int:
-    """Number of jobs that went wrong."""
+    """Runs all checks, each in a process of its own; returns how many went wrong."""
     jobs: list[Job] = []
     for stages in (1, 2):
         jobs += [(check_many, (stages,)), (check_values, (stages,))]
@@ -140,7 +140,7 @@ def portable_config(queries: int) -> DecodeConfig:
 
 
 def contexts() -> dict[str, tuple[int, ...]]:
-    """Lengths of what is timed."""
+    """The lengths of the contexts that are timed, by name."""
     found = {f"A {queries} context {context}": (context,) * queries for queries, context in SHAPES}
     return found | {f"A {n} context {rows}, one {most}": (*(rows,) * n, most) for n, rows, most in UNEVEN}
 

@@ -1,11 +1,12 @@
 """Checks and times the routed experts, the activation and the embedding: `python -m perf.kernels_experts`.
-With `--hopper` the routed experts' kernel for Hopper alone (experts_hopper.py), with `--cuts` both ways of cutting
-experts over two ranks side by side (experts_cuts.py).
 
-T tokens, k choices a token, E experts of which E_r are here, D hidden, I intermediate. Every kernel is first compared
-with its plain torch reference on fresh random numbers, into outputs full of NaN; so is every tile that is timed. A
-wrong result makes the exit code 1. Times are medians over replays of a CUDA graph of several launches, each with other
-tokens.
+With `--hopper`, only the routed experts' kernel for Hopper (experts_hopper.py); with `--cuts`, both ways of cutting
+experts over two ranks, side by side (experts_cuts.py).
+
+T tokens, k choices a token, E experts of which E_r are on this rank, D hidden, I intermediate. Every kernel, and every
+tile that is timed, is first compared with the plain torch reference, on fresh random numbers and into outputs full of
+NaN. A wrong result makes the exit code 1. Times are medians over replays of a CUDA graph of several launches, each with
+different tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def many_tiles(m: int, rows: Sequence[tuple[int, int, int, int, int]]) -> list[T
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to do it, and the tiles to try: first those of the first product, then those of the second."""
+    """A way of computing, and the tiles to try for the first and for the second product."""
 
     few: bool
     gate_up: tuple[Tiles, ...]
@@ -79,7 +80,7 @@ class Mode:
 
 
 def modes(shape: Shape, num_tokens: int) -> Iterator[Mode]:
-    """What is worth trying for so many tokens; the slice shape gets a shorter list."""
+    """What is worth trying for this number of tokens; shapes other than GLM get a shorter list."""
     pairs, short = num_tokens * shape.top_k, shape is not GLM
     device = limits(GPU)
 
@@ -117,7 +118,7 @@ def check_experts(checks: Checks) -> None:
 
 
 def rows_inputs(tokens: int) -> tuple[tuple[Any, ...], torch.Tensor]:
-    """embed's arguments, as glm-4.7-flash's on one of two ranks, and silu_mul's, its shared expert's."""
+    """Arguments of embed, as for glm-4.7-flash on one of two ranks; and of silu_mul, as for a shared expert."""
     ids = torch.randint(-1, 154880, (tokens,), dtype=torch.int32, device=GPU)
     slot = torch.randint(-1, 512, (tokens,), dtype=torch.int32, device=GPU)
     last = torch.randint(0, 154880, (512,), device=GPU)
@@ -143,7 +144,7 @@ def tile_name(t: Tiles) -> str:
 
 
 def sweep(checks: Checks, case: Case, deadline: float) -> None:
-    """Tries the tiles of each mode one product after the other; prints the best of each mode and of all."""
+    """Tries each mode's tiles, for one product after the other; prints the best of each mode and of all."""
     shape, tokens = case.shape, case.tokens
     want = case.wanted()
     best: tuple[float, str] = (float("inf"), "")
@@ -190,7 +191,7 @@ def sweep(checks: Checks, case: Case, deadline: float) -> None:
 
 
 def alone(measure: Callable[[], float]) -> float:
-    """The same without overlapping launches."""
+    """`measure` without overlapping launches."""
     overlap_kernel.BY_DEFAULT = False
     us = measure()
     overlap_kernel.BY_DEFAULT = True
@@ -218,7 +219,7 @@ def jobs() -> list[Job]:
     for shape, counts in ((GLM, TOKENS), (SLICE, SLICE_TOKENS)):
         for tokens in counts:
             for mode in modes(shape, tokens):
-                # Numbers of pairs that take the same kernel.
+                # One number of tokens for all whose pairs take the same kernels.
                 few = (4 if shape is GLM and tokens < 4 else tokens) if mode.few else 512
                 pairs = itertools.zip_longest(mode.gate_up, mode.down)
                 for gate_up, down in pairs:
@@ -234,9 +235,9 @@ def jobs() -> list[Job]:
 
 
 def compile_in_child(job: Job) -> None:
-    """Leaves the kernels in Triton's cache on disk: one launch in which no expert is hit."""
+    """Puts the kernels into Triton's cache on disk, by a launch in which no expert is chosen."""
     shape, tokens, plan, dtype = job
-    # Memory that nobody reads: only sizes matter.
+    # The weights are never read; only their sizes matter.
     gate_up = torch.empty(shape.local, 2 * shape.inner, shape.hidden, device=GPU, dtype=dtype)
     down = torch.empty(shape.local, shape.hidden, shape.inner, device=GPU, dtype=dtype)
     case = Case(shape, tokens, gate_up, down, sets=1, first=1 << 20)

@@ -1,17 +1,19 @@
 """FlashInfer's kernels beside ours on a Hopper GPU, on the same inputs: `python -m perf.kernels_flashinfer`.
 
-Decode attention over paged latent rows, prefill attention of whole prompts, routed experts; all bfloat16. Both sides
-are first compared with the plain torch reference, into outputs full of NaN; a wrong result makes the exit code 1. Times
-are of CUDA graphs, with planning and compiling outside.
+Measures decode attention over paged latent rows, prefill attention of whole prompts, and routed experts, all in
+bfloat16. Both sides are first compared with the plain torch reference, into outputs full of NaN; a wrong result makes
+the exit code 1. Times are of CUDA graphs, without planning and compiling.
 
-Like with like: decode is attention to latents with its log-sum-exp, without the absorbing product before it and the
-value up-projection behind it, which FlashInfer has no kernel for. Its prefill wants keys in one piece: it is timed
-without and with the copy that makes them so, ours reads nope and rope parts where they lie. Its experts add no other
-tensor to the sum, so ours get none either; both take all 64 experts, whole ones and those that are cut inside over two
-ranks, and FlashInfer is timed with the kernels that its autotuner chooses for the very number of tokens.
+Both sides do the same work. Decode is attention to latent rows with its log-sum-exp, without the absorbing product
+before it and the value up-projection after it, for which FlashInfer has no kernel. FlashInfer's prefill needs keys in
+one piece; it is timed without and with the copy that makes them so, while ours reads nope and rope parts where they
+lie. FlashInfer's experts add no other tensor to the sum, so ours do not either. Both take all 64 experts, whole ones
+and ones that are cut inside over two ranks; FlashInfer is timed as it comes, and with the kernels that its autotuner
+chooses for the exact number of tokens.
 
-FlashInfer compiles its modules when they are first used, all at once in processes of their own here, beside ours; what
-is not done in time is left out. Each part runs in a process of its own too: one that crashes or hangs is named.
+FlashInfer compiles its modules when they are first used. Here all are compiled at once, in separate processes, beside
+ours; what is not compiled in time is left out. Each part runs in a process of its own too: one that crashes or hangs is
+named.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def flashinfer(module: str = "") -> Any:
 
 
 def module(name: str) -> Any:
-    """FlashInfer's recipe of one of its modules, as its own wrappers ask for it."""
+    """FlashInfer's build specification of one of its modules, made as by its own wrappers."""
     attention_modules = flashinfer(".jit.attention.modules")
     if name.startswith("mla_"):
         return attention_modules.gen_batch_mla_module(name[4:], BF16, BF16, BF16, torch.int32, LATENT, ROPE, False)
@@ -78,7 +80,7 @@ def workspace() -> torch.Tensor:
 
 
 def attempt(label: str, measure: Callable[..., str], *arguments: Any) -> None:
-    """Prints one line: what measure says, or why it could not."""
+    """Prints one line: what `measure` returns, or why it failed."""
     try:
         said = measure(*arguments)
     except FAILURES as reason:
@@ -95,7 +97,7 @@ def our_decode(case: Attention) -> Callable[[int], None]:
 
 
 def their_decode(case: Attention, backend: str) -> Callable[[int], None]:
-    """FlashInfer's decode of a layer, into the case's outputs."""
+    """FlashInfer's decode: a function that runs a layer, into the case's outputs."""
     wrapper = flashinfer(".mla").BatchMLAPagedAttentionWrapper(workspace(), backend=backend)
     queries, heads = case.q.shape[:2]
     page_tokens, context = case.layers[0].shape[1], int(case.length[0])
@@ -127,7 +129,7 @@ def measure_decode(checks: Checks, case: Attention, want: tuple[torch.Tensor, to
 
 
 def decode_shape(checks: Checks, heads: int, queries: int, context: int, backends: Sequence[str]) -> None:
-    # More layers than the L2 holds.
+    # So many layers that the L2 cache does not hold them.
     layers = max(8, min(256, int(300e6 / (queries * context * WIDTH * 2))))
     case = attention([context] * queries, heads, BF16, layers)
     want = attention_wanted(case)
@@ -153,7 +155,7 @@ def keys_of(case: Case) -> torch.Tensor:
 
 
 def their_prefill(case: Case) -> Callable[[torch.Tensor], None]:
-    """FlashInfer's prefill with given keys, into the case's outputs; log-sum-exps to base 2."""
+    """FlashInfer's prefill: a function that runs it on given keys, into the case's outputs; log-sum-exps to base 2."""
     wrapper = flashinfer(".prefill").BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend="fa3")
     (tokens, heads, dim), vd = case.q.shape, case.v.shape[2]
     ends = torch.tensor([0, tokens], dtype=torch.int32)
@@ -233,7 +235,7 @@ def measure_experts(checks: expert_cases.Checks, case: expert_cases.Case, up_gat
 
 def experts_shape(checks: expert_cases.Checks, shape: expert_cases.Shape, with_theirs: bool) -> None:
     gate_up, down = expert_cases.weights(shape, BF16)
-    up_gate = gate_up.roll(shape.inner, 1)  # as FlashInfer takes it: the up half first
+    up_gate = gate_up.roll(shape.inner, 1)  # FlashInfer expects up before gate
     for tokens in TOKENS:
         sets = 8 if tokens <= 64 else 3 if tokens <= 2048 else 1
         case = expert_cases.Case(shape, tokens, gate_up, down, sets)
@@ -254,7 +256,7 @@ def time_experts(names: Sequence[str]) -> int:
 
 
 def warm(name: str) -> None:
-    """Compiles a module of FlashInfer, or ours for what is timed: leaves them on disk."""
+    """Compiles a module of FlashInfer, or our kernels for a case that is timed, into the caches on disk."""
     what, _, rest = name.partition(":")
     if what == "module":
         module(rest).build_and_load()
@@ -280,7 +282,8 @@ def child(*flags: str, quiet: bool) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int | None, str]:
-    """Its exit code, None if it was not done in time and so was killed with all that it started; its last words."""
+    """Waits for a process. Returns its exit code, or None if it was not done in time and was killed with all that it
+    had started; and its last words."""
     try:
         said = process.communicate(timeout=max(0.1, seconds))[0] or ""
     except subprocess.TimeoutExpired:
@@ -312,8 +315,8 @@ def jobs(parts: list[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=160, help="for everything")
-    parser.add_argument("--compile-seconds", type=float, default=80, help="of these, for compiling")
+    parser.add_argument("--seconds", type=float, default=160, help="time limit for everything")
+    parser.add_argument("--compile-seconds", type=float, default=80, help="time limit for compiling, part of --seconds")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     parser.add_argument("--modules", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()

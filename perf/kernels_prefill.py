@@ -1,8 +1,9 @@
 """Checks and times prefill attention on a GPU: `python -m perf.kernels_prefill`.
 
 Every way of computing it is first compared with the plain torch reference (in float32, from the same inputs), on fresh
-random numbers, into outputs full of NaN; a wrong result makes the exit code 1. Then each shape is timed with a few cuts
-of the work; a causal pair of query and key is counted once. Keys and values of a layer are larger than the L2.
+random numbers, into outputs full of NaN; a wrong result makes the exit code 1. Then each shape is timed with several
+cuts of the work. Rates count only the pairs of query and key that the causal mask lets through. A layer's keys and
+values are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ HALVES = (torch.bfloat16, torch.float16)
 COMPILERS = 14
 DEADLINE = 150  # seconds
 Way = Callable[["Case", bool], None]
-# Head dims, cuts or the Hopper kernel, dtype, whether results are float32, whether they are merged.
+# (head dims, blocks of the portable kernel or "hopper", dtype, whether results are float32, whether they are merged)
 Task = tuple[tuple[int, int, int], "Blocks | str | None", torch.dtype, bool, bool]
 
 
@@ -91,7 +92,7 @@ class Case:
 def make_case(
     name: str, chunks: list[tuple[int, int]], heads: int, dims: tuple[int, int, int], dtype: torch.dtype
 ) -> Case:
-    """A segment for each (queries, keys): the queries are the last positions of the keys."""
+    """A case with a segment for each (queries, keys); the queries are at the last of the keys' positions."""
     nope, rope, vd = dims
     segments: list[tuple[int, ...]] = []
     positions: list[np.ndarray] = []
@@ -145,7 +146,7 @@ class Checks:
             print(f"WRONG {what} {dtype}: relative error {worst:.2e}")
 
     def whole(self, what: str, case: Case, way: Way) -> None:
-        """All results against the reference, at once and in three merged rounds."""
+        """Compares all results with the reference, computed at once and in three rounds that are merged."""
         dtype = case.q.dtype
         q, rows, k_nope, v = (t.float() for t in (case.q, case.rows, case.k_nope, case.v))
         wide_out, wide_lse = torch.empty_like(case.out, dtype=torch.float32), torch.empty_like(case.lse)
@@ -165,7 +166,7 @@ class Checks:
         self.see(f"{what} {case.name} in rounds", dtype, (out, want.out), (lse, want.lse))
 
     def spots(self, what: str, case: Case) -> None:
-        """Some queries of each segment against the reference."""
+        """Compares some queries of each segment with the reference."""
         nope = case.k_nope.shape[2]
         for begin, end, key_begin, key_end, first_key in case.segments.tolist():
             chosen = torch.randint(begin, end, (24,), device="cuda")
@@ -189,7 +190,7 @@ def ways(dims: tuple[int, int, int]) -> Iterator[tuple[str, Way]]:
 
 
 def compile_one(task: Task) -> None:
-    """Leaves the kernel in Triton's cache for the process that measures; runs nothing."""
+    """Compiles a kernel into Triton's cache, for the process that measures; runs nothing."""
     dims, way, dtype, wide, merge = task
     for kernel in (_prefill_kernel, prefill_hopper_kernel._prefill_hopper_kernel):
         kernel.run = partial(_only_compile, kernel.run)
@@ -279,7 +280,7 @@ def main() -> int:
     )
     for name, chunks, heads, dims in shapes:
         measure(checks, make_case(name, chunks, heads, dims, torch.bfloat16), ways(dims))
-    # Last: a mistake in its barriers would never end.
+    # Last, because a mistake in its barriers would make it hang.
     check_hopper(checks)
     print(f"checked after {time.perf_counter() - begin:.0f} s, {checks.failed} wrong", flush=True)
     for name, chunks, heads, dims in shapes:

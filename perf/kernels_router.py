@@ -1,11 +1,11 @@
-"""Checks and times the router, at many cuts of its product, on a GPU: `python -m perf.kernels_router`.
+"""Checks and times the router, with many cuts of its product, on a GPU: `python -m perf.kernels_router`.
 
-T tokens, D hidden, E experts, k choices a token. Each cut is first compared with the plain torch reference into
-poisoned outputs: on fresh random numbers, and on small whole ones, whose logits are exact and have many ties; there,
+T tokens, D hidden, E experts, k choices a token. Each cut is first compared with the plain torch reference, into
+poisoned outputs: on fresh random numbers, and on small integers, whose logits are exact and have many ties; there,
 without groups, every choice must be the reference's. A wrong result makes the exit code 1. Times are medians over
-replays of a CUDA graph of many launches, each with a router that is not in the L2 (up to 2,048 tokens, with one of two
-sets of rows that are). `before` is how it was cut before there was tiles.py, though with today's way to choose; `torch`
-is a product of torch with float32 results and choose().
+replays of a CUDA graph of many launches. Up to 2,048 tokens, each launch has router weights that are not in the L2
+cache, and one of two sets of rows that are. `before` is the cut that was used before there was tiles.py, but with
+today's way of choosing; `torch` is torch's product with float32 results, and choose().
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from splash_trt.models.config import Experts
 DEEPSEEK = Shape("deepseek-v3", 7168, 2048, replace(rules(8, 8, 4), num_experts=256), 32)
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COLD_BYTES = 80e6  # more than the L2 holds
-BUDGET_S = 54  # nothing new is tried after this many seconds
+BUDGET_S = 54  # no new case is begun after this many seconds
 COMPILERS = 15
 CHOOSE_ROWS = (1, 2, 4, 8)
 
-# Up to so many tokens: (rows, columns, block of D, warps, stages), in how many slices each.
+# For up to so many tokens: cuts (rows, columns, block of D, warps, stages), each with the numbers of slices to try.
 Cuts = tuple[tuple[int, tuple[tuple[tuple[int, int, int, int, int], tuple[int, ...]], ...]], ...]
-FUSED = 0  # slices: one launch
+FUSED = 0  # as a number of slices: one launch
 NARROW: Cuts = (
     (16, (((16, 64, 128, 4, 4), (8, 16)), ((16, 32, 128, 4, 4), (8, 16)), ((16, 64, 128, 2, 4), (16,)))),
     (
@@ -118,7 +118,7 @@ WIDE: Cuts = (
 
 @dataclass
 class Case:
-    """Several routers and two sets of rows. whole: of whole numbers."""
+    """Several routers and two sets of rows. whole: all numbers are small integers (the router's, multiples of 1/32)."""
 
     shape: Shape
     tokens: int
@@ -158,7 +158,8 @@ class Case:
         return choice, weight
 
     def check(self, checks: Checks, what: str, tiles: Tiles | None, want: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Random choices may differ where rankings, or sums of groups, are closer than the rounding."""
+        """Compares with the reference. Random numbers may be chosen differently where rankings, or sums of groups, are
+        closer than rounding."""
         self.choice.fill_(-7)
         self.weight.fill_(torch.nan)
         self.run(0, tiles)
@@ -172,7 +173,7 @@ class Case:
 
 
 def held(shape: Shape) -> tuple[int, int, int]:
-    """groups, columns and numbers a row, as choose_tiles wants them."""
+    """(groups, columns, numbers of a row): arguments of choose_tiles and fit."""
     return shape.rules.num_groups, shape.rules.num_experts, shape.hidden
 
 
@@ -181,7 +182,7 @@ def chosen(shape: Shape, tokens: int) -> Tiles:
 
 
 def before(shape: Shape, tokens: int) -> Tiles:
-    """By 16 rows, or 64 from 4,096 tokens on, and in slices up to 1,024 tokens."""
+    """The former cut: by 16 rows, or 64 from 4,096 tokens on, and with slices up to 1,024 tokens."""
     narrow = shape.rules.num_experts <= 128
     slices = min(shape.hidden // 256, 128 // -(-tokens // 16)) if tokens <= 1024 else 1
     many = tokens >= 4096
@@ -224,7 +225,7 @@ Job = tuple[Shape, Tiles | None, bool]  # None: torch's product; whether launche
 
 
 def jobs() -> list[Job]:
-    """What is launched, each kernel of a product once. Numbers of tokens make no difference to kernels."""
+    """Everything that is launched, each kernel of a product once: the number of tokens does not specialise kernels."""
     found: dict[Job, None] = {(shape, None, True): None for shape in (GLM, DEEPSEEK)}
     for shape, tokens in itertools.product((GLM, DEEPSEEK), TOKENS):
         for tiles in (chosen(shape, tokens), before(shape, tokens), *cuts(shape, tokens)):
@@ -234,7 +235,7 @@ def jobs() -> list[Job]:
 
 
 def choosers(todo: list[Job]) -> list[Job]:
-    """The ways to choose from each number of slices, whose products are compiled."""
+    """Jobs for all ways of choosing from each number of slices, with products that are compiled already."""
     found: dict[tuple[Shape, int], Tiles] = {}
     for shape, tiles, overlapping in todo:
         if tiles and overlapping and not tiles.fused:
@@ -243,13 +244,14 @@ def choosers(todo: list[Job]) -> list[Job]:
 
 
 def choosing(shape: Shape, tiles: Tiles) -> list[Tiles]:
-    """With as many tokens a program as its registers hold."""
+    """The tiles with other numbers of tokens for a program that chooses, as far as its registers hold them."""
     room = min(8192 // tiles.slices, 1024) // shape.rules.num_experts
     return [replace(tiles, choose_rows=n) for n in CHOOSE_ROWS if n <= max(1, room)]
 
 
 def tried(job: Job) -> str:
-    """Runs it on one row, which leaves its kernels in Triton's cache on disk. What went wrong, or nothing."""
+    """Runs a job on one row, which puts its kernels into Triton's cache on disk. Returns what went wrong, or an empty
+    string."""
     shape, tiles, overlap_kernel.BY_DEFAULT = job
     case = Case(shape, 1)
     try:
@@ -266,7 +268,7 @@ def tried(job: Job) -> str:
 
 
 def time_all(shape: Shape, tokens: int, checks: Checks, unfit: set[Any]) -> str:
-    """A row of the table: the present choice, what it is held against, and the three best."""
+    """Lines of the output: the chosen cut's time, those that it is compared with, and the three best cuts."""
     few = tokens <= 2048
     router_bytes = shape.rules.num_experts * shape.hidden * 2
     case = Case(shape, tokens, routers=int(COLD_BYTES // router_bytes) + 1 if few else 4)

@@ -1,7 +1,7 @@
 """Sampling on a GPU: checks the shard kernels and the full sampler against the sampler on the CPU, and times both.
 
-Run on a machine with a GPU: python -m perf.kernels_sample. Exits with 1 if a token differs, or the host had to wait.
-W rows, V_r ids of each of two shards (glm-4.7-flash's 154,880 halved).
+Run on a machine with a GPU: python -m perf.kernels_sample. Exits with 1 if a token differs, or if the host had to wait
+for the GPU. W rows, V_r ids of each of two shards (half of glm-4.7-flash's 154,880).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def table(num_rows: int, **columns: object) -> np.ndarray:
 
 
 def logits_with_extremes(dtype: torch.dtype) -> Tensor:
-    """[ROWS, 2 * SHARD] on the GPU, a few rows of which are no ordinary ones."""
+    """Logits [ROWS, 2 * SHARD] on the GPU, a few rows of which are extreme (equal, infinite, NaN)."""
     x = torch.randn(ROWS, 2 * SHARD, device=GPU) * torch.rand(ROWS, 1, device=GPU) * 8
     x[3] = 2.5
     x[4] = -torch.inf
@@ -93,7 +93,7 @@ def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(work: Callable[[], object], repeats: int, inner: int = 1) -> float:
-    """Median on the device of `inner` runs, for one."""
+    """The median time of `work` on the device, divided by the `inner` runs that it consists of."""
     times = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -106,7 +106,7 @@ def microseconds(work: Callable[[], object], repeats: int, inner: int = 1) -> fl
 
 
 def two_shards(x: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> list[int]:
-    """Tokens from the kernels, whose outputs are poisoned."""
+    """The tokens that the kernels choose, from two shards, into poisoned outputs."""
     found = torch.full((2, len(x), 2), torch.nan, dtype=torch.float64, device=GPU)
     for shard in range(2):
         part = x[:, shard * SHARD : (shard + 1) * SHARD]
@@ -118,7 +118,7 @@ def two_shards(x: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -
 
 
 def check(dtype: torch.dtype) -> int:
-    """Rows whose token is not the CPU's."""
+    """Compares the kernels with the CPU's sampler; returns how many tokens differ."""
     x = logits_with_extremes(dtype)
     rows = table(ROWS, temperature=np.resize([1.0, 0.0, 0.7, 1e-30, 1e-3, 1.0, 100.0], ROWS))
     want = Sampler(Alone(), 0, 2 * SHARD)(x.float().cpu(), params_of(rows, "cpu")).tokens.tolist()
@@ -168,7 +168,7 @@ def time_shards() -> None:
 
 
 def full_sampler() -> int:
-    """Times and checks each mode; the host must not wait in any."""
+    """Checks and times each mode, in none of which the host may wait; returns the number of failures."""
     print(f"\nfull sampler, W {FULL_ROWS}, V_r {SHARD}, float32, us on the device")
     x = torch.randn(FULL_ROWS, SHARD, device=GPU) * 4
     x_cpu, failures = x.cpu(), 0
@@ -202,7 +202,7 @@ def full_sampler() -> int:
 
 
 def mixed_batch(x: Tensor) -> int:
-    """Greedy, drawn, filtered and scored rows together."""
+    """Checks greedy, sampled, filtered and scored rows in one batch; returns how many tokens differ."""
     cut = FULL_ROWS // 4
     rows = table(FULL_ROWS)
     rows["temperature"][:cut] = 0.0
@@ -219,7 +219,7 @@ def mixed_batch(x: Tensor) -> int:
 
 
 def penalised(x: Tensor) -> int:
-    """What penalties do on the GPU, against the CPU."""
+    """Checks penalties on the GPU against the CPU's, and times them; returns how many logits differ."""
     rng = np.random.default_rng(0)
     slots = np.arange(FULL_ROWS)
     sides = [Penalties(Share(SHARD, SHARD), FULL_ROWS, device) for device in (GPU, "cpu")]

@@ -1,10 +1,11 @@
-"""How often the first tokens after a switch are others than without it, and how near to a tie these were.
+"""How often tokens after a switch differ from those without the switch, and how near to a tie those were.
 
     mpirun -n 2 python -m perf.near_ties --run-on gpu
 
-Layouts add the same numbers in different orders. Where two tokens' logits are closer than that rounding, greedy
-decoding may go on with either. Every pair of layouts: the demo model's requests once under the first layout alone and
-once with a switch to the second, compared from the switch's commit to each request's first difference.
+Layouts add the same numbers in different orders. If two tokens' logits are closer than that rounding, greedy decoding
+may go on with either. For every pair of layouts, the demo model answers the same requests once under the first layout
+alone and once with a switch to the second; answers are compared from the switch's commit to each request's first
+difference.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from splash_trt.worker import start_worker
 MODEL = ROOT / "models" / "splash-tiny"
 TEXTS = ROOT / "tests" / "data" / "splash_tiny_continuations.json"
 EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, float("inf"))
-"""Of classes of gaps."""
+"""The bounds of the classes that gaps are counted in, in nats."""
 FIRST = 8
-"""Tokens after a commit that count as the first ones."""
+"""How many tokens after a commit are counted as the first ones."""
 
 
 @dataclass
 class Told:
-    """Of one request: its tokens, how far the second best was behind the best at each (natural logarithm of the ratio
-    of their probabilities), and how many tokens it had at the commit."""
+    """A request's answer: its tokens; at each, the gap of the two best tokens (natural logarithm of the ratio of their
+    probabilities); and how many tokens it had before the commit."""
 
     tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -51,8 +52,8 @@ class Told:
 
 @dataclass
 class Compared:
-    """gaps: at all tokens compared; differing: (tokens after the commit, gap) of each request's first difference.
-    too_early: requests that differ before it, which no switch explains."""
+    """gaps: at all compared tokens. differing: (tokens after the commit, gap) at each request's first difference.
+    too_early: requests that differ before the commit, which a switch cannot explain."""
 
     requests: int = 0
     too_early: int = 0
@@ -72,13 +73,13 @@ class Compared:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Texts of the demo model's kind: beginnings of several lengths."""
+    """Beginnings, of several lengths, of texts like those that the demo model was made for."""
     texts = [text["prompt_ids"] + text["continuation_ids"] for text in json.loads(TEXTS.read_text())]
     return [tuple(text[:length]) for text in texts for length in (6, 13, len(text))]
 
 
 def run(orchestrator: Orchestrator, source: Layout, target: Layout | None, length: int, at: int) -> list[Told]:
-    """All prompts under `source`; a switch to `target` begins when each has `at` tokens."""
+    """Answers all prompts under `source`. A switch to `target`, if any, begins when each answer has `at` tokens."""
     scheduler = orchestrator.scheduler
     if scheduler.layout is not source:
         scheduler.switch(source, "next pair")
@@ -95,7 +96,7 @@ def run(orchestrator: Orchestrator, source: Layout, target: Layout | None, lengt
         was = scheduler.layout
         for delta in orchestrator.step():
             told[delta.request_id].take(delta)
-        if scheduler.layout is not was:  # plans sent before still come back
+        if scheduler.layout is not was:  # committed; tokens of plans that were sent before still come in
             for request in told.values():
                 request.before = len(request.tokens)
     return list(told.values())
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--run-on", default="auto", choices=RUN_ON_WISHES)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--at", type=int, default=8, help="tokens that each has when the switch begins")
+    parser.add_argument("--at", type=int, default=8, help="tokens that each answer has when the switch begins")
     given = parser.parse_args()
 
     def program(world: World) -> int:

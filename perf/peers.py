@@ -1,9 +1,9 @@
-"""What ranks on GPUs pass to one another inside a step: checked, then timed, one GPU per rank.
+"""Checks and times the exchanges between ranks on GPUs inside a step, with one GPU for each rank.
 
     mpirun -n 2 python -m perf.peers
 
-Prints microseconds of each operation, launched one by one and inside a CUDA graph, and the rate at which its bytes came
-from the other ranks. Ends with 1 if a check fails, and by itself if it hangs.
+Prints the microseconds of each operation, launched one by one and inside a CUDA graph, and the rate at which bytes came
+from the other ranks. The exit code is 1 if a check fails; if it hangs, it ends by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from splash_trt.runtime.peers_cuda import PUSH_BYTES, CudaPeers, connect, reacha
 from tests.mpi import gpu_peer_cases, peer_cases
 
 D, H, W, L, PAGE = 2048, 20, 576, 512, 64
-"""Of glm-4.7-flash."""
+"""The sizes of glm-4.7-flash: hidden, heads, row width, latent; and tokens of a page."""
 BF16 = torch.bfloat16
 HALF = 96 << 20
 ARENA = 512 << 20
@@ -37,7 +37,7 @@ Operation = Callable[[Peers], object]
 
 
 class Bench:
-    """The peers of this rank, and the inputs of operations."""
+    """This rank's peers, and operations to be timed with them."""
 
     def __init__(self, comm: MPI.Intracomm, device: torch.device) -> None:
         self.comm, self.device = comm, device
@@ -45,7 +45,7 @@ class Bench:
         self.arena = DeviceMemory(ARENA, device)
         self.offsets = [256 * (1 + rank) for rank in range(self.size)]
         self.peers, self.mailbox = connect(comm, device, HALF, self.arena, self.offsets, 60.0)
-        # The same memory with other choices of how. A `begin` lies between the uses of any two.
+        # For peers over the same memory with other settings (`variant`). `begin` is called between the uses of any two.
         self.mapped = [Mapped(m.bytes, share(m, comm, 60.0)) for m in (self.mailbox, self.arena)]
         self.heads = even_split(H, self.size)
 
@@ -76,7 +76,7 @@ class Bench:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def operations(self, rows: int) -> dict[str, tuple[Operation, int]]:
-        """By name: the operation on `rows` rows over all ranks, and the bytes that it brings from others."""
+        """By name: an operation on `rows` rows over all ranks, and the bytes that this rank gets from others by it."""
         counts, at = self.spread(rows)
         mine, others = counts[self.rank], rows - counts[self.rank]
         hidden = torch.randn(rows, D, device=self.device).to(BF16)
@@ -163,7 +163,7 @@ class Bench:
             print(f"{rows:6d}  {name:22s} {eager:8.1f} {graph:8.2f}  {num_bytes / 1e3:10.0f} {rate:7.0f}", flush=True)
 
     def alternatives(self, name: str, rows: int, operation: Operation, num_bytes: int) -> None:
-        """Pushed where it is read, read where it is pushed, and with other grids."""
+        """Times what peers do not choose: pushing in place of reading, or reading in place of pushing; other grids."""
         if name not in ("sum", "sum, spread", "gather"):
             return
         pushed = rows * D * 2 <= PUSH_BYTES
@@ -177,7 +177,7 @@ class Bench:
             self.line(f"{name}, {how}", peers, rows, operation, num_bytes)
 
     def copies(self) -> None:
-        """Peer to own memory by the copy engine, all ranks at once."""
+        """Times copies from a peer's memory to this rank's by the copy engine, on all ranks at once."""
         source = self.mapped[1].addresses[(self.rank + 1) % self.size]
         stream = torch.cuda.Stream()
         for megabytes in (1, 16, ARENA >> 21):

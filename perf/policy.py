@@ -1,8 +1,8 @@
-"""What following the load brings, simulated: `python -m perf.policy {random,published} --help`.
+"""What following the load (auto) gains, simulated: `python -m perf.policy {random,published} --help`.
 
-random: seeded loads, auto against every fixed layout and the ceiling, and loads made against auto. Each finding is
-appended to --state as it ends, and those of the same code that stand there already are not computed again.
-published: the kinds of load that figures have been published for, the cache each layout has, and the regimes.
+random: seeded loads, and adversaries, loads that are made against auto; auto is compared with every fixed layout and
+with the ceiling. Each run is appended to --state as it ends; runs of the same code that are there are not repeated.
+published: the kinds of load that figures were published for, each layout's cache, and which layout is fastest when.
 Writes perf/results/policy/.
 """
 
@@ -37,15 +37,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     random.add_argument("--traces", type=int, default=50)
     random.add_argument("--adversaries", type=int, default=10)
     random.add_argument("--first", type=int, default=1, help="the first seed")
-    random.add_argument("--size", type=float, default=1.0, help="of all counts of a load")
-    random.add_argument("--worst", type=int, default=3, help="of how many of the worst to print what auto did")
+    random.add_argument("--size", type=float, default=1.0, help="scales all counts of a load")
+    random.add_argument("--worst", type=int, default=3, help="for how many of the worst cases to print what auto did")
     random.set_defaults(run=random_study)
-    figures = commands.add_parser("published", help="against published figures")
+    figures = commands.add_parser("published", help="figures to compare with published ones")
     figures.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
-    figures.add_argument("--deployments", nargs="*", type=int, default=list(range(len(DEPLOYMENTS))), help="by number")
+    figures.add_argument("--deployments", nargs="*", type=int, default=list(range(len(DEPLOYMENTS))), help="by index")
     figures.set_defaults(run=published)
     for command in (random, figures):
-        command.add_argument("--jobs", type=int, default=1, help="processes at work")
+        command.add_argument("--jobs", type=int, default=1, help="number of processes")
         command.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "splash_policy.jsonl")
         command.add_argument("--remark", default="simulated: the machine's speed has no part in the numbers")
         command.add_argument("--results", type=Path, default=harness.RESULTS)
@@ -73,7 +73,7 @@ def rows_of(case: Case) -> list[harness.Row]:
 
 
 def summary(found: Sequence[Case]) -> dict[str, float]:
-    """The figures that the claims are about."""
+    """The figures that claims are made about."""
     out: dict[str, float] = {}
     for kind in ("random", "adversary"):
         some = [case for case in found if case.kind == kind]
@@ -97,7 +97,7 @@ def summary(found: Sequence[Case]) -> dict[str, float]:
 
 
 def random_study(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    settings = harness.without(arguments, "--remark", options.remark, "--state", str(options.state))
+    settings = harness.without(arguments, "--remark", "--state")
     config = {"traces": options.traces, "adversaries": options.adversaries, "first": options.first}
     config |= {"size": options.size, "models": "tests/oracles/published_configs.py"}
     origin = harness.provenance(config, "perf.policy", settings, options.remark)

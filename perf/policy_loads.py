@@ -1,4 +1,4 @@
-"""Deployments and loads by number, for perf/policy.py and the tests."""
+"""Deployments and loads, by number, for perf/policy.py and the tests."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ MAX_BATCH_TOKENS = 16384
 MAX_RUNNING = 2048
 MIGRATION = {field: value for field, value in DEFAULTS["gpu"].items() if field.startswith("migration_")}
 """What a server on GPUs gives a switch."""
-PHASES = (3, 6)  # from, and below
+PHASES = (3, 6)  # how many phases a random load has: at least, and less than
 CROWD_TOKENS = 1_500_000
-"""Half of what the largest crowds want: more than TP's cache holds, less than DP's. Crowds beyond DP's cache would take
-hours to simulate; `published` and `regimes` have what the cache decides."""
-OPEN_EVERY = 5  # of the random traces one in so many has open arrivals
+"""Half of the cache that the largest crowds want: more than TP's holds, less than DP's. Crowds beyond DP's cache would
+take hours to simulate; `published` and `regimes` show what the cache decides."""
+OPEN_EVERY = 5  # one random load in so many has open arrivals
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A published model's hyper-parameters on 8 devices, all other weights and the cache in FP8."""
+    """A published model on 8 devices; weights, except attention's, and the cache in FP8."""
 
     model_name: str
     device_name: str
     attention: str
-    """Format of attention's head-cut weights, which TP and CP split and DP and DOP need whole."""
+    """The format of attention's head-cut weights, which TP and DOP split over ranks and DP and CP need whole."""
 
     @property
     def model(self) -> ModelConfig:
@@ -72,7 +72,7 @@ class Deployment:
         return f"{self.model_name}, 8 x {self.device_name}, attention {self.attention}"
 
     def room(self) -> dict[str, int]:
-        """Distinct tokens that each layout's cache holds, alone in its deployment."""
+        """How many distinct tokens the cache holds in each layout, if the deployment serves this layout only."""
         alone = {layout: dataclasses.replace(self.base, layout=layout, layouts=()) for layout in Layout}
         return {layout.name.lower(): capacity(self.model, c, layout).total_tokens for layout, c in alone.items()}
 
@@ -80,12 +80,12 @@ class Deployment:
         return cost_policy(self.model, config, self.device, Objective())
 
     def fitting(self, load: Trace) -> Trace:
-        """With no request longer than the least roomy deployment takes."""
+        """The load with requests cut to what the layout with the least room can take."""
         deployments = configs(self.base, (AUTO, *FIXED)).values()
         return load.clipped(min(longest_request(self.model, config) for config in deployments))[0]
 
     def outcome(self, load: Trace, label: str) -> Outcome:
-        """`load` under a fixed layout, AUTO, or at the CEILING."""
+        """Simulates `load` under a fixed layout, AUTO or CEILING."""
         config = configs(self.base, (AUTO, *FIXED))[AUTO if label == CEILING else label]
         cost, source = CostModel(self.model, config, self.device), TraceSource(load)
         if label == CEILING:
@@ -94,7 +94,7 @@ class Deployment:
         return simulate(self.model, config, cost, source, label=label, policy=policy)
 
     def compare(self, load: Trace | Adversary) -> Comparison:
-        """`load` under all labels."""
+        """Simulates `load` under all labels."""
         cost = CostModel(self.model, self.base, self.device)
         return compare(self.model, self.base, cost, load, (AUTO, *FIXED), self.policy)
 
@@ -106,12 +106,12 @@ DEPLOYMENTS = (
     Deployment("glm-5", "b200", "bfloat16"),
     Deployment("deepseek-v3", "h200", "fp8"),
 )
-"""The last one has no indexer: every token reads its whole context."""
-SPARSE = 4  # the first so many take turns over random loads
+"""The last one's model has no indexer: every token reads its whole context."""
+SPARSE = 4  # random loads take the first so many in turn
 
 
 def deployment(kind: str, number: int) -> Deployment:
-    """A random load's by its seed, a published kind's by its place among DEPLOYMENTS."""
+    """The deployment of a case: by seed for random loads and adversaries, by index for the kinds in KINDS."""
     return DEPLOYMENTS[number if kind in KINDS else number % SPARSE]
 
 
@@ -120,12 +120,12 @@ KINDS = {
     "agents": "agents:sessions=512",
     "reasoning": "reasoning:requests=1024,rate=8",
 }
-"""Loads as figures have been published for, with as many requests as fill 8 devices; lengths as the generators have
-them by default."""
+"""The kinds of load that figures were published for, with enough requests to fill 8 devices, and with the generators'
+default lengths."""
 
 
 def load_of(kind: str, number: int, size: float) -> Trace | Adversary:
-    """The load of a case; size: of its counts, of random loads and adversaries only."""
+    """The load of a case. size: scales its counts, for random loads and adversaries only."""
     where = deployment(kind, number)
     if kind == "adversary":
         return adversary(number, size)
@@ -137,8 +137,8 @@ def load_of(kind: str, number: int, size: float) -> Trace | Adversary:
 
 
 def random_load(seed: int, size: float = 1.0) -> Trace:
-    """Of `splash-trt simulate --trace random` with so many phases that it lasts minutes; every OPEN_EVERY-th has open
-    arrivals. size: of all counts."""
+    """A load as by `splash-trt simulate --trace random`, with so many phases that it lasts minutes; every OPEN_EVERY-th
+    has open arrivals instead. size: scales all counts."""
     rng = np.random.default_rng(seed)
     if is_open(seed):
         return open_arrivals(rng, size)
@@ -154,7 +154,7 @@ PERIOD_S = 60.0
 
 def open_arrivals(rng: np.random.Generator, size: float = 1.0) -> Trace:
     """Two to four periods of a minute, each with its own rate of arrivals (a Poisson process, 0.2 to 20 a second) and
-    its own lengths: prompts of 256 to 16,384 tokens and answers of 100 to 800, medians of log-normals."""
+    its own log-normal lengths, with medians of 256 to 16,384 tokens for prompts and 100 to 800 for answers."""
 
     def median(low: float, high: float) -> float:
         return float(np.exp(rng.uniform(np.log(low), np.log(high))))
@@ -173,12 +173,12 @@ def open_arrivals(rng: np.random.Generator, size: float = 1.0) -> Trace:
 
 
 def adversary(seed: int, size: float = 1.0) -> Adversary:
-    """Turns between few clients and many."""
+    """An adversary, which alternates between few clients and many."""
     return Adversary(seed, **adversary_numbers(seed, size))
 
 
 def adversary_numbers(seed: int, size: float) -> dict[str, int]:
-    """How many clients it has, and how long their requests are. size: of the number of requests."""
+    """How many clients an adversary has, and how long their requests are. size: scales the number of requests."""
     rng = np.random.default_rng(1000 + seed)
     return {
         "requests": max(64, round(size * 4000)),

@@ -1,4 +1,4 @@
-"""Pictures of perf/policy.py's results. They need the [perf] extra."""
+"""Plots of perf/policy.py's results. They need the [perf] extra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARKS = {"tp": "o", "dp": "s", "cp": "^", "dop": "D", AUTO: "_", CEILING: "x"}
 
 
 def plot_cases(result: Result, path: Path) -> None:
-    """Every load a column, sorted by how much following it gains: each layout's time over the best fixed one's."""
+    """A column for each load, sorted by how much auto gains: each layout's time over the best fixed layout's."""
     from matplotlib.figure import Figure
 
     kinds = list(dict.fromkeys(str(row["kind"]) for row in result.rows))

@@ -1,4 +1,4 @@
-"""Figures to hold against published ones: capacity, regimes, and following the load over each fixed layout.
+"""Figures to compare with published ones: capacity, the fastest layout by regime, and auto's gain over fixed layouts.
 
 The published ones are gains of 1.3 to 1.73 times in throughput, and 27 to 60 % more cache in DOP than in DP.
 """
@@ -31,7 +31,7 @@ LOADS_VIEW = harness.View(x="where", y="output_tokens_per_s", series="layout", p
 
 
 def regimes(where: Deployment) -> list[harness.Row]:
-    """The cost model and the memory map asked directly: no scheduler, no switch."""
+    """Rows on a deployment's layouts from the cost model and the memory map alone, without scheduler and switches."""
     cost, base, room = CostModel(where.model, where.base, where.device), where.base, where.room()
     found: list[harness.Row] = []
 
@@ -58,7 +58,8 @@ def regimes(where: Deployment) -> list[harness.Row]:
 
 
 def regimes_summary(rows: Sequence[harness.Row]) -> dict[str, str | float]:
-    """Which layout each question's answer is, and DOP's cache over DP's in percent."""
+    """For each figure and size the layouts, best first, with their value over the best one's; and by how many percent
+    DOP's cache is larger than DP's."""
     out: dict[str, str | float] = {}
     for where in dict.fromkeys(str(row["where"]) for row in rows):
         mine = [row for row in rows if row["where"] == where]
@@ -96,7 +97,7 @@ def load_rows(case: Case) -> list[harness.Row]:
 
 
 def loads_summary(found: Sequence[Case]) -> dict[str, str]:
-    """Auto's throughput over each fixed layout's, and its share of the ceiling's."""
+    """For each load, auto's throughput over each fixed layout's, and its share of the ceiling's."""
     return {
         f"{case.kind}, {case.where}": ", ".join(
             f"{name} {case.runs[name].makespan_s / case.runs[AUTO].makespan_s:.3f}" for name in FIXED
@@ -107,7 +108,7 @@ def loads_summary(found: Sequence[Case]) -> dict[str, str]:
 
 
 def assumptions(where: Deployment) -> dict[str, object]:
-    """All that the deployment's numbers rest on, by name."""
+    """Everything that the deployment's numbers depend on, by name."""
     base = where.base
     config = {name: value for name, value in dataclasses.asdict(base).items() if name not in ("layout", "layouts")}
     device = {name: value for name, value in dataclasses.asdict(where.device).items() if name != "provenance"}
@@ -115,7 +116,7 @@ def assumptions(where: Deployment) -> dict[str, object]:
 
 
 def published(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    settings = harness.without(arguments, "--remark", options.remark, "--state", str(options.state))
+    settings = harness.without(arguments, "--remark", "--state")
     config: dict[str, object] = {
         "loads": {kind: KINDS[kind] for kind in options.kinds},
         "load_seed": 1,

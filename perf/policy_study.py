@@ -1,4 +1,4 @@
-"""One load under every label, what was found, and the code that it is a finding of: for perf/policy.py and the tests.
+"""Simulates a load under every label and stores the results with the code's identity, for perf/policy.py and the tests.
 
 Everything is simulated, so a case gives the same numbers on every machine.
 """
@@ -24,16 +24,16 @@ from splash_trt.simulate.outcome import AUTO, CEILING, Outcome
 from splash_trt.simulate.traces import Trace, joined
 
 CODE = ("scheduler", "simulate", "layout", "migration", "cache", "memory", "models", "config.py", "orchestrator.py")
-"""Of splash_trt: what a simulated run's numbers come from."""
+"""The parts of splash_trt that a simulated run's numbers depend on."""
 POLICY = ("policy.py", "compare.py", "estimator.py", "phases.py", "transition.py", "load.py")
-"""Of its scheduler: what fixed layouts do without."""
+"""The files of its scheduler that runs of fixed layouts do not depend on."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One load under one label: a fixed layout, auto, or the ceiling."""
 
     identity: str
-    """Of the load and the code (identity())."""
+    """A hash of the load and the code (identity())."""
     kind: str
     """"random", "adversary", or one of KINDS."""
     number: int
@@ -41,13 +41,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     label: str
     makespan_s: float
     latency_s: float
-    """Mean, from arrival to the last token."""
+    """From arrival to the last token, the mean over requests."""
     output_tokens: int
     steps: int
     recomputed: int
     load: str
     switches: list[str]
-    """What auto did, a line each."""
+    """What auto did, one line for each switch."""
     cpu_s: float
 
 
@@ -64,7 +64,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metric(self) -> str:
-        """What the load is judged by: where requests arrive by the clock, the last one's end says little."""
+        """What the load is judged by: latency for open arrivals, where the last request's end says little."""
         return "latency" if self.kind == "random" and is_open(self.number) else "makespan"
 
     def seconds(self, label: str) -> float:
@@ -72,7 +72,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> str:
-        """The fixed layout that took least."""
+        """The fixed layout that took least time."""
         return min(FIXED, key=self.seconds)
 
     @property
@@ -82,12 +82,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ceiling_share(self) -> float:
-        """Auto's speed over the ceiling's."""
+        """Auto's speed as a share of the ceiling's."""
         return self.seconds(CEILING) / self.seconds(AUTO)
 
 
 Task = tuple[str, int, float, str]
-"""(kind, number, size, label); all labels of an adversary are one task, since it watches auto first: label "*"."""
+"""(kind, number, size, label). An adversary reacts to auto's layouts, and other labels get what it sent then; so all
+its labels are one task, "*"."""
 
 
 def tasks_of(kind: str, number: int, size: float) -> list[Task]:
@@ -96,7 +97,7 @@ def tasks_of(kind: str, number: int, size: float) -> list[Task]:
 
 
 def solve(task: Task) -> list[Run]:
-    """One process's work: the task's runs."""
+    """Simulates a task's runs."""
     kind, number, size, label = task
     where, begin = deployment(kind, number), time.process_time()
     load = load_of(kind, number, size)
@@ -130,8 +131,9 @@ def solve(task: Task) -> list[Run]:
 def cases(
     wanted: Sequence[tuple[str, int]], size: float, state: Path, jobs: int, told: Callable[[Case], None]
 ) -> list[Case]:
-    """Of (kind, number) each. Runs that `state` has of the same code and load are taken from there, and each new one
-    is written there as it ends. jobs: processes at work."""
+    """The cases `wanted`, (kind, number) each. Runs of the same code and load that are in the file `state` are taken
+    from there; new ones are appended to it as they end. jobs: how many processes work. told: called with each case that
+    is completed."""
     runs: dict[tuple[str, int], dict[str, Run]] = {case: {} for case in wanted}
     for stored in state.read_bytes().splitlines() if state.exists() else []:
         run = msgspec.json.decode(stored, type=Run)
@@ -178,13 +180,14 @@ def switch_lines(auto: Outcome) -> list[str]:
 
 
 def identity(kind: str, number: int, size: float, label: str) -> str:
-    """Of all that a run's numbers come from, load and code, so that those of others are not taken for them."""
+    """A hash of everything that a run's numbers depend on, code and load; stored runs with another one are not used."""
     return f"{_code(label == AUTO or kind == 'adversary')}-{_load(kind, number, size)}"
 
 
 @functools.cache
 def _code(policy: bool) -> str:
-    """Fixed layouts and the ceiling have no policy; but what an adversary sends depends on it."""
+    """A hash of the code. policy: including the policy, which fixed layouts and the ceiling do not use; but what an
+    adversary sends depends on it."""
     digest = hashlib.sha256()
     for name in CODE:
         path = ROOT / "splash_trt" / name
@@ -207,7 +210,7 @@ def _load(kind: str, number: int, size: float) -> str:
 
 
 def few_then_crowd() -> Trace:
-    """One client, then hundreds at once: a load that the layout follows within seconds."""
+    """A load of one client, then hundreds at once, for which auto changes the layout within seconds."""
     rng = np.random.default_rng(1)
     few = reasoning(rng, requests=2, clients=1, output_median=300, output_sigma=0.1)
     crowd = rollouts(rng, prompts=64, samples=8, prompt_tokens=256, output_median=250, output_sigma=0.1)
@@ -215,7 +218,7 @@ def few_then_crowd() -> Trace:
 
 
 def same_twice() -> str:
-    """The check: a load with changes of layout, twice, brings the same bytes. AssertionError if not."""
+    """The check: a load with changes of layout gives the same bytes when simulated twice. AssertionError if not."""
     load = few_then_crowd()
     runs = [DEPLOYMENTS[1].compare(load) for _ in range(2)]
     one, other = ([o.to_bytes() for o in run.outcomes] for run in runs)

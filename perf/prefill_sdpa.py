@@ -1,8 +1,9 @@
-"""Expanded (prefill) attention through torch's own kernels (cuDNN's or FlashAttention 2), a call or two a run.
+"""Expanded (prefill) attention by kernels in torch (cuDNN's or FlashAttention 2), with one or two calls for each run.
 
-They want the head dim in one piece and queries at consecutive positions, and align the causal mask with the first key:
-keys get the shared rope part by a copy, segments are cut into runs, and a run that continues a context is one product
-without and one with a mask, merged by log-sum-exp. cuDNN plans every new shape anew, which takes milliseconds.
+These kernels need the head dim in one piece and queries at consecutive positions, and align the causal mask with the
+first key. So the shared rope part is copied into the keys, segments are cut into runs of consecutive positions, and a
+run that continues a context takes one call without and one with a mask, whose results are merged by log-sum-exp. cuDNN
+plans anew for every new shape, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Run:
     first_position: int
 
     def pieces(self) -> Iterator[tuple[slice, slice, bool]]:
-        """(queries, keys, causal): what all see, and what query i sees up to the i-th."""
+        """The calls, as (queries, keys, causal): keys that all queries see; then keys of which query i sees those up to
+        the i-th."""
         hidden = min(max(self.first_key - self.first_position, 0), self.query_end - self.query_begin)
         queries = slice(self.query_begin + hidden, self.query_end)
         num_queries = self.query_end - queries.start
@@ -42,7 +44,7 @@ class Run:
 
 
 def runs_of(segments: np.ndarray, position: np.ndarray) -> list[Run]:
-    """Segments [S, 5] as in prefill_kernel.prefill, cut where positions [E] leave a gap."""
+    """Cuts segments [S, 5], as in prefill_kernel.prefill, into runs, where positions [E] have a gap."""
     runs = []
     for begin, end, key_begin, key_end, first_key in segments.tolist():
         gaps = begin + 1 + np.flatnonzero(np.diff(position[begin:end]) != 1)
@@ -62,7 +64,7 @@ def _attend(
             *heads_first, None, True, 0.0, causal, False, scale=scale
         )
         return result[0][0].transpose(0, 1), result[1].reshape(q.shape[1], q.shape[0]).T
-    # FlashAttention 2 aligns the mask with the last key; the pieces are square wherever it is causal.
+    # FlashAttention 2 aligns the mask with the last key instead, which makes no difference in square pieces.
     assert not causal or len(q) == len(k), "fewer own keys than queries"
     result = torch.ops.aten._flash_attention_forward(
         q[None], k[None], v[None], None, None, len(q), len(k), 0.0, causal, False, scale=scale
@@ -86,9 +88,8 @@ def prefill(
     runs: Sequence[Run],
     backend: str = "cudnn",
 ) -> None:
-    """As prefill_kernel.prefill, with `runs` from runs_of instead of position, segments and tiles.
-
-    Not for capture in a CUDA graph that is replayed with other runs. backend: "cudnn" or "flash".
+    """As prefill_kernel.prefill, but uses `runs` from runs_of instead of position, segments and tiles. So a captured
+    CUDA graph cannot be replayed for other runs. backend: "cudnn" or "flash".
     """
     heads, nope = k_nope.shape[1:]
     rope = rows[:, rows.shape[1] - (q.shape[2] - nope) :]

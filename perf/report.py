@@ -1,4 +1,4 @@
-"""Turns results into a markdown table and a plot beside them: `python -m perf.report [file …]`, all of them by default.
+"""Writes a markdown table and a plot beside each result: `python -m perf.report [file …]`, by default for all results.
 
 The plot needs the [perf] extra.
 """
@@ -13,7 +13,7 @@ from perf.harness import RESULTS, Result, Row, Scalar, read, write
 
 
 def _values(rows: Sequence[Row], *columns: str) -> list[tuple[Scalar, ...]]:
-    """Different values of the columns together, in order of appearance."""
+    """The distinct combinations of the columns' values, in order of appearance."""
     return list(dict.fromkeys(tuple(row[column] for column in columns) for row in rows))
 
 
@@ -24,7 +24,7 @@ def _number(value: Scalar) -> str:
 
 
 def markdown(result: Result) -> str:
-    """The rows with `series` side by side, and below them where they come from."""
+    """A table with a column for each value of `series`, and the provenance below it."""
     view, p = result.view, result.provenance
     index = (*view.panels, view.x)
     series = [value[0] for value in _values(result.rows, view.series)]
@@ -58,7 +58,7 @@ Line = tuple[list[float], list[float]]
 
 
 def lines(result: Result) -> dict[str, dict[str, Line]]:
-    """What is plotted: per panel, by its title, and per series the values of x and y."""
+    """What is plotted: by panel (its title) and series, the values of x and of y."""
     view = result.view
     out: dict[str, dict[str, Line]] = {}
     for row in result.rows:
@@ -70,7 +70,7 @@ def lines(result: Result) -> dict[str, dict[str, Line]]:
 
 
 def plot(result: Result, path: Path, columns: int = 3) -> None:
-    """One panel per value of view.panels, one line per value of view.series; axes are logarithmic where they can be."""
+    """A panel for each value of view.panels, a line for each of view.series; axes are logarithmic if values allow."""
     from matplotlib.figure import Figure
 
     panels = lines(result)
@@ -96,7 +96,7 @@ def _scale(values: Sequence[float]) -> str:
 
 
 def write_report(path: Path) -> tuple[Path, Path]:
-    """The .md and .png beside a result's .json; ValueError if the result is refused."""
+    """Writes .md and .png beside a result's .json and returns their paths. ValueError if the result is refused."""
     result = read(path)
     table, picture = path.with_suffix(".md"), path.with_suffix(".png")
     table.write_text(markdown(result) + f"\n![{result.title}]({picture.name})\n", encoding="utf-8")
@@ -105,7 +105,7 @@ def write_report(path: Path) -> tuple[Path, Path]:
 
 
 def publish(result: Result, root: Path) -> Path:
-    """Keep a result and its report below `root`; returns the result's file. ValueError as harness.write."""
+    """Writes a result and its report below `root`; returns the result's file. ValueError as in harness.write."""
     path = write(result, root)
     write_report(path)
     return path

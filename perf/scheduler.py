@@ -1,9 +1,9 @@
 """Times of planning a step and of taking in its result, without a model: `python -m perf.scheduler --help`.
 
-The real scheduler runs against made-up results. `running` requests decode, `queued` more wait because every slot is
-taken. In the "spread" cases prompts have random lengths, so that in each step about one request in a page's tokens
-needs a page; in the "aligned" cases all are alike, so that all need one in the same step. Times are CPU
-seconds of single calls, since a machine that does other things meanwhile would be measured too.
+The real scheduler runs with made-up results. `running` requests decode, and `queued` more wait because every slot is
+taken. In "spread" cases prompts have random lengths, so that in each step about one request in 64 (the tokens of a
+page) needs a new page; in "aligned" cases all have the same length, so that all need one in the same step. Times are
+CPU seconds of single calls, so that other work on the machine is not measured too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from splash_trt.scheduler.scheduler import Scheduler
 VIEW = harness.View(x="running", y="median_ms", series="call", panels=("layout", "queued", "pages"), ratio=None)
 PAGE_TOKENS = 64
 VOCAB = 1000
-PROMPT = (20, 84)  # tokens; "aligned" takes the middle
+PROMPT = (20, 84)  # range of prompts' lengths in tokens; "aligned" takes the middle
 MAX_CONTEXT = 1 << 14
 
 
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def new_scheduler(layout: Layout, ranks: int, running: int) -> Scheduler:
-    """With room for all that run."""
+    """A scheduler with cache for all running requests."""
     config = EngineConfig(
         num_ranks=ranks, layout=layout, page_tokens=PAGE_TOKENS, max_batch_tokens=1 << 20, max_running=running
     )
@@ -127,7 +127,8 @@ def measure(options: argparse.Namespace) -> list[harness.Row]:
 
 
 def same_plans(options: argparse.Namespace) -> str:
-    """Two runs over the same requests make the same bytes, and all of every case's pages balance."""
+    """The check: two runs over the same requests make plans of the same bytes, and every page has one user.
+    AssertionError if not."""
     count = 0
     for name in options.layouts:
         found = []
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     check = harness.checked("the same requests make the same plans", lambda: same_plans(options))
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
     config |= {"page_tokens": PAGE_TOKENS, "prompt_tokens": PROMPT}
-    settings = harness.without(arguments, "--remark", options.remark)
+    settings = harness.without(arguments, "--remark")
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="scheduler",

@@ -1,9 +1,9 @@
 """TensorRT-LLM's operators against the plain reference and torch, on a Hopper GPU: which are right, and how fast.
 
 Run `python -m perf.trtllm_ops [--headers FOLDER]` on a machine with tensorrt_llm, or with the wheel that has only its
-operators. FOLDER holds deep_gemm/*.cuh as TensorRT-LLM 1.2 has them; without it they are taken from an installed
-flashinfer-python. Prints one line for each candidate and shape, and exits with 1 if an operator disagrees with its
-reference, or the FP8 block product cannot be made to work. If it fails, the compiler's own words follow.
+operators. FOLDER holds deep_gemm/*.cuh as in TensorRT-LLM 1.2; without it they are taken from an installed
+flashinfer-python. Prints a line for each candidate and shape, and exits with 1 if an operator is missing or disagrees
+with its reference. If the FP8 block product does not work, the compiler's messages follow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ CASES: dict[str, tuple[Dims, ...]] = {
 
 
 def try_fp8(here: Here, with_headers: bool) -> int:
-    """One call of the FP8 block product. A process of its own, since it looks for headers once in a process."""
+    """Tries one call of the FP8 block product; returns an exit code. To be run in a process of its own, since the
+    product looks for headers only once in a process."""
     operators = [here.trtllm.operator(name) for name in ("fp8_quantize_1x128", "fp8_block_scaling_gemm_impl")]
     if any(isinstance(operator, str) for operator in operators) or (with_headers and isinstance(here.headers, str)):
         print(operators, here.headers)
@@ -54,7 +55,8 @@ def try_fp8(here: Here, with_headers: bool) -> int:
 
 
 def try_all_ways(options: argparse.Namespace, explain: bool) -> None:
-    """As it is; with headers; and if that did not help, with nvcc instead of NVRTC, and what the compiler says."""
+    """Tries the FP8 block product as it is. With `explain`, tries it also with headers, and with nvcc instead of NVRTC,
+    and prints what the compiler says."""
     again = [sys.executable, "-m", "perf.trtllm_ops", *(["--headers", str(options.headers)] if options.headers else [])]
     nvcc = {"TRTLLM_DG_JIT_USE_NVCC": "1", "TRTLLM_DG_NVCC_COMPILER": shutil.which("nvcc") or "nvcc"}
     debug = {"TRTLLM_DG_JIT_DEBUG": "1", "TLLM_LOG_LEVEL": "INFO"}

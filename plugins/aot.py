@@ -1,8 +1,8 @@
-"""Compiles Triton kernels for TensorRT's ahead-of-time plugins, and holds the PTX to what TensorRT will pass.
+"""Compiles Triton kernels for TensorRT's ahead-of-time plugins, and makes the PTX take exactly what TensorRT passes.
 
 TensorRT launches a plugin's kernel with pointers to its inputs, then int32 scalars, then pointers to its outputs, and
-nothing else. Triton appends pointers of its own (scratch memory, profiling) that TensorRT knows nothing of: they are
-taken out of the parameter list, which is refused if the kernel reads one.
+nothing else. Triton appends pointers of its own (scratch memory, profiling), which TensorRT does not know. They are
+removed from the parameter list; a kernel that reads one of them is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 PTX_VERSION = 87
-"""Of CUDA 12.8, which knows every GPU up to SM 120. Drivers from 570 on read it; Triton's default may be too new."""
+"""That of CUDA 12.8, which knows every GPU up to SM 120. Drivers from 570 on can read it; Triton's default may be too
+new for them."""
 
 WARP = 32
 SCALAR = "i32"
@@ -48,7 +49,7 @@ class Compiled:
     name: str
     ptx: str
     threads: int
-    """Of a block."""
+    """In a block."""
     shared_bytes: int
 
 
@@ -58,11 +59,11 @@ def target_of(capability: tuple[int, int]) -> GPUTarget:
 
 
 def compile_entry(entry: Entry, target: GPUTarget) -> Compiled:
-    """PTX that takes exactly entry.arguments. ValueError if the kernel needs memory that TensorRT does not give it."""
+    """PTX that takes exactly entry.arguments. ValueError if the kernel needs memory that TensorRT does not provide."""
     names = list(entry.function.arg_names)
     assert names == [*entry.arguments, *entry.constexprs], f"{names} are not in TensorRT's order"
     signature = {name: entry.arguments.get(name, "constexpr") for name in names}
-    # TensorRT wants tensors' addresses aligned to 256 bytes.
+    # TensorRT requires that tensors' addresses are aligned to 256 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(entry.function, signature, dict(entry.constexprs), aligned)
     options = {"num_warps": entry.num_warps, "num_stages": entry.num_stages, "ptx_version": PTX_VERSION}
@@ -76,7 +77,7 @@ def compile_entry(entry: Entry, target: GPUTarget) -> Compiled:
 
 
 def parameters(ptx: str) -> list[tuple[str, str, bool]]:
-    """(name, type, whether it is a pointer) of each parameter of the one kernel in `ptx`."""
+    """(name, type, whether it is a pointer) of each parameter of the kernel in `ptx`, of which there must be one."""
     entries = list(_ENTRY.finditer(ptx))
     assert len(entries) == 1, f"{len(entries)} kernels in one PTX"
     found = [_PARAM.search(line.strip().rstrip(",")) for line in entries[0]["params"].splitlines()]
@@ -84,7 +85,8 @@ def parameters(ptx: str) -> list[tuple[str, str, bool]]:
 
 
 def only_declared(ptx: str, types: list[str]) -> str:
-    """`ptx` without the parameters past `types`, which are held against those that it has."""
+    """`ptx` without the parameters past `types`. Asserts that the first ones are of these types; ValueError if the
+    kernel reads one of the others."""
     found = parameters(ptx)
     wanted = [("u64", True) if t.startswith("*") else ("u32", False) for t in types]
     assert [(t, pointer) for _, t, pointer in found[: len(wanted)]] == wanted, f"{found} are not {types}"
@@ -100,7 +102,8 @@ def only_declared(ptx: str, types: list[str]) -> str:
 
 
 def shared_bytes_of(target: GPUTarget) -> int:
-    """Shared memory that a block of threads can get at most (CUDA C++ programming guide, technical specifications)."""
+    """The bytes of shared memory that a block of threads can get at most (CUDA C++ programming guide, technical
+    specifications)."""
     arch = int(target.arch)
     if arch >= 120 or arch in (86, 89):
         return 99 << 10

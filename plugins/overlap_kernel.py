@@ -1,15 +1,16 @@
-"""Lets a kernel begin while the one before it ends (programmatic dependent launch, NVIDIA from compute capability 9.0).
+"""Lets a kernel start while the one before it ends (programmatic dependent launch, NVIDIA from compute capability 9.0).
 
-A kernel launched so may run before what it reads is written: it first loads what no kernel of a step writes (weights,
-a step's index arrays), then waits. Every program has to wait, also one with nothing to do: what comes next takes the
-end of this kernel for the end of all before it. Nothing is written before the wait.
+A kernel that is launched in this way may start before its inputs are written. So it first loads only what no kernel of
+a step writes (weights, a step's index arrays), then waits for the kernels before it (wait_for_inputs), then reads and
+writes the rest. Every program has to wait, even one with nothing to do: the kernel after this one takes this one's end
+for the end of all kernels before it.
 
 So whatever writes weights, block tables or index arrays must be done before the first kernel of a step that is launched
-so. It is: an upload, a copy or a kernel that waits as usual (the ranks' meeting, the embedding) lies in between.
+in this way. It is: an upload, a copy or a kernel that waits as usual (the ranks' meeting, the embedding) lies between.
 
-A kernel starts when all programs of the one before it have started, whether these let it in themselves or are done.
-Programs that wait therefore never take a place that something before them still needs, also where what comes before
-waits for other ranks (plugins/peer_rows).
+A kernel starts only when every program of the one before it has either called launch_dependents or ended, so all of
+them have started. Programs that wait therefore never take a place on the GPU that an earlier kernel still needs, even
+if that one waits for other ranks (plugins/peer_rows).
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -24,10 +25,10 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Until all kernels before this one are done; then lets the next one's programs come to their own wait.
+    """Waits until all kernels before this one are done; then lets the next kernel start, up to its own wait.
 
-    Not sooner: programs that only wait take the places of those that others still have to start, and crowd the next
-    but one onto the processors that have room.
+    Not sooner: waiting programs would occupy places in which other kernels still have to start programs, and the
+    kernel after next would be crowded onto the few multiprocessors that have room.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -39,10 +40,12 @@ BY_DEFAULT = True
 
 
 def overlap(tensor: torch.Tensor, *, after_join: bool = False) -> dict[str, bool]:
-    """A launch's options: the kernel's OVERLAP, and Triton's `launch_pdl` where the device knows it.
+    """Options of a launch on the device of `tensor`: the kernel's OVERLAP and, where the device supports it, Triton's
+    `launch_pdl`.
 
-    after_join: the launch may be the first one after the stream has waited for another. It has several kernels before
-    it then and begins when all are done, its own wait being none; but the next one may begin while it ends.
+    after_join: this launch may be the first one after its stream has waited for another stream. Then there are several
+    kernels before it, and it starts as usual, when all of them are done (its wait returns at once); the next kernel may
+    still start while it ends.
     """
     if not BY_DEFAULT:
         return {"OVERLAP": False}

@@ -1,7 +1,7 @@
-"""What each plugin layer computes, in plain torch: for whoever evaluates a network that has such layers.
+"""What each plugin layer computes, in plain torch, to evaluate networks that contain such layers.
 
-A function takes the layer's inputs in order, and its attributes by name; it returns the outputs. An output that is an
-input in its place is that input, written to. Undefined numbers are NaN. DOP's exchange needs peers and is not here.
+A function takes the layer's inputs in order and its attributes by name, and returns the outputs. An output that aliases
+an input is that input, modified. Undefined numbers are NaN. DOP's exchange needs peers and is not here.
 """
 
 from __future__ import annotations

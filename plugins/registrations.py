@@ -1,4 +1,4 @@
-"""Registers the plugins with full TensorRT, for networks that embed them. The runtime calls kernels without it."""
+"""Registers the plugins with full TensorRT, for networks that contain them. The runtime calls the kernels directly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FOLDERS = ("mla_attention", "cache_append", "lse_merge", "dop_exchange", "page_t
 
 
 def register_all(target: GPUTarget) -> None:
-    """Registers each plugin once in a process, its kernels to be compiled for `target`, which is the building GPU.
+    """Registers all plugins, to be called once in a process. Kernels are compiled for `target`, the GPU that builds.
 
-    ValueError if there is no full TensorRT with ahead-of-time plugins and aliased outputs (10.10 and later have them).
+    ValueError if full TensorRT is missing or has no ahead-of-time plugins and aliased outputs (10.10 and later have).
     """
     try:
         trtp = importlib.import_module("tensorrt.plugin")

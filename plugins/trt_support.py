@@ -1,4 +1,4 @@
-"""What the plugins' registrations share. Importing it needs full TensorRT."""
+"""Helpers that the plugins' registrations share. Importing this module needs full TensorRT."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ POINTERS = {
 
 
 def pointer(tensor: Any) -> str:
-    """Triton's type for a tensor's address. ValueError for a dtype that no kernel takes."""
+    """Triton's name of the type of a pointer to a tensor's numbers. ValueError for a dtype that no kernel takes."""
     if tensor.dtype not in POINTERS:
         raise ValueError(f"{tensor.dtype} is none of {', '.join(str(t) for t in POINTERS)}")
     return POINTERS[tensor.dtype]
 
 
 def item_bytes(tensor: Any) -> int:
-    """Bytes of one number of a tensor, which is float32 or narrower: what the size of a kernel's tiles depends on."""
+    """Bytes of one number of a float32, float16 or bfloat16 tensor; the size of a kernel's tiles depends on it."""
     return 4 if tensor.dtype == trt.float32 else 2
 
 
 def constants(tensor: Any, name: str, *axes: int) -> tuple[int, ...]:
-    """Sizes of `tensor` along `axes`. ValueError if a profile may change one: the kernel is compiled for it."""
+    """Sizes of `tensor` along `axes`. ValueError if one of them is dynamic: the kernel is compiled for one size."""
     found = []
     for axis in axes:
         size = tensor.shape_expr[axis]
@@ -45,7 +45,7 @@ def constants(tensor: Any, name: str, *axes: int) -> tuple[int, ...]:
 def launch(
     kernel: Compiled, grid: Sequence[Any], scalars: Sequence[Any] = ()
 ) -> tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]:
-    """What an ahead-of-time implementation returns. grid, scalars: integers or expressions of the shapes."""
+    """What a plugin's aot_impl function has to return. grid, scalars: integers or expressions of the input shapes."""
     params = trtp.KernelLaunchParams()
     for axis, programs in zip("xyz", grid, strict=False):
         setattr(params, f"grid_{axis}", programs)

@@ -1,7 +1,7 @@
-"""The model's dense segments as TensorRT networks: their lowering, the plans built from it, and the engine over them.
+"""The model's dense segments as TensorRT networks: how they are made, the plans built from them, and what runs those.
 
 Reading order: graph (how nodes are made and named), operations (the coarse operations as primitives), attention and
-segments (what is in each network), sizes (which networks a rank needs), plans (built once for all who use them), cache
-and store (kept, put into an engine), engine (what calls networks), plan_runtime (what executes plans), plan_executors
-(from an engine's folder to that), active_set (the swap of engines).
+segments (what is in each network), sizes (which networks a rank needs), plans (builds each one once for all that use
+it), cache and store (keep plans, and put them into an engine), engine (calls the networks of a step), plan_runtime
+(executes plans), plan_executors (makes that from an engine's folder), active_set (the swap of engines).
 """

@@ -1,4 +1,4 @@
-"""The engines of the layout that is served, swapped between two steps by setting one reference."""
+"""Holds the engines of the layout that is being served. A swap between two steps sets one reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Set = TypeVar("Set", bound=Swappable)
 
 
 class ActiveSet(Generic[Set]):
-    """The set of engines that steps run on: one reference, which a step takes once and a swap sets between steps."""
+    """The set of engines that steps run on. A step reads the reference once; a swap sets it between steps."""
 
     def __init__(self, first: Set) -> None:
         self._active = first
@@ -25,7 +25,7 @@ class ActiveSet(Generic[Set]):
 
     @contextmanager
     def step(self) -> Iterator[Set]:
-        """The set, for the whole of one step."""
+        """The active set, which stays the same during the step."""
         assert not self._in_step, "a step inside a step"
         self._in_step = True
         try:
@@ -34,7 +34,7 @@ class ActiveSet(Generic[Set]):
             self._in_step = False
 
     def swap(self, to: Set) -> Set:
-        """At a batch boundary: the next step runs on `to`. Returns the old set, which executes nothing any more."""
+        """To be called between steps: the next step runs on `to`. Returns the old set, which is retired."""
         assert not self._in_step, "engines are swapped between steps"
         before, self._active = self._active, to
         before.retire()

@@ -1,6 +1,6 @@
-"""plugins/mla_attention as primitives, for small models and for networks that embed attention.
+"""What plugins/mla_attention computes, made of primitives, for small models and for networks that contain attention.
 
-H heads, L latent, R rope part, W = L + R; n queries, C context rows. All in float32, as the plugin's sums are.
+H heads, L latent, R rope part, W = L + R; n queries, C context rows. Computed in float32, as the plugin's sums are.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from splash_engines.tensorrt.operations import WIDE
 from splash_trt.models.config import ModelConfig
 
 LOWEST = -3e38
-"""Below every score, and finite: -inf less -inf is no number."""
+"""Below every score, but finite: -inf - -inf would be NaN."""
 
 
 def attend_absorbed(g: Graph, model: ModelConfig, heads: int, page_tokens: int) -> None:
-    """Absorbed queries meet the latent rows of their pages.
+    """Attention of absorbed queries to the latent rows in their pages.
 
     Inputs: q [n, H, W]; pool [rows, W], all layers of all pages; first_row int32 [1], where the layer's rows begin
-    inside a page; tables int32 [n, U], pages in order; length int32 [n]. Outputs: out float32 [n, H, L], lse [n, H].
+    inside a page; tables int32 [n, U], each query's pages in order; length int32 [n], its context. Outputs: out float32
+    [n, H, L], lse [n, H].
     """
     width, latent = model.row_width, model.kv_lora_rank
     q = g.input("q", ("n", heads, width))
@@ -29,7 +30,7 @@ def attend_absorbed(g: Graph, model: ModelConfig, heads: int, page_tokens: int) 
     tables = g.input("tables", ("n", "U"), "int32")
     length = g.input("length", ("n",), "int32")
     with g.scope("rows", operation="gather_pages", page_tokens=page_tokens):
-        page = g.binary("MAX", tables, g.constant([[0]], "int32"))  # past its end a table holds -1
+        page = g.binary("MAX", tables, g.constant([[0]], "int32"))  # unused entries are -1
         rows_of_page = g.constant([[model.num_layers * page_tokens]], "int32")
         first = g.binary("SUM", g.binary("PROD", page, rows_of_page), g.reshape(first_row, (1, 1)))
         inside = g.constant([[list(range(page_tokens))]], "int32")
@@ -37,7 +38,7 @@ def attend_absorbed(g: Graph, model: ModelConfig, heads: int, page_tokens: int) 
         rows = g.cast(g.gather(pool, index, 0), WIDE)
     with g.scope("mask", role="rows past a query's context do not count"):
         seen = g.binary("LESS", g.reshape(g.iota(index, 1), (1, -1)), g.reshape(length, (-1, 1)))  # [n, C]
-        # Stale rows may be NaN, which no weight of zero removes.
+        # Rows past the context may be NaN, which a weight of zero would not cancel.
         rows = g.select(g.reshape(seen, (0, 0, 1)), rows, g.constant([[[0.0]]], WIDE))
     with g.scope("scores", operation="mla_decode", scale=model.softmax_scale):
         scores = g.matmul(g.cast(q, WIDE), rows, transpose_b=True)
@@ -51,7 +52,7 @@ def attend_absorbed(g: Graph, model: ModelConfig, heads: int, page_tokens: int) 
 
 
 def attend_expanded(g: Graph, model: ModelConfig, heads: int) -> None:
-    """One request's queries meet a block of its up-projected context, causally.
+    """Causal attention of one request's queries to a block of its up-projected context.
 
     Inputs: q_nope [n, H, nope], q_rope [n, H, R], q_position int32 [n], k_nope [C, H, nope], k_rope [C, R],
     v [C, H, v], first_key int32 [1]. Outputs: out float32 [n, H, v], lse [n, H].
@@ -83,7 +84,7 @@ def attend_expanded(g: Graph, model: ModelConfig, heads: int) -> None:
 
 
 def _softmax(g: Graph, scores: Any) -> tuple[Any, Any, Any]:
-    """scores [a, b, C] -> weights not yet divided [a, b, C], their sums [a, b, 1], log-sum-exp [a, b]."""
+    """scores [a, b, C] -> weights [a, b, C], not yet divided by their sums; the sums [a, b, 1]; log-sum-exps [a, b]."""
     with g.scope("softmax", role="a query that sees nothing gets zeros and -inf"):
         top = g.reduce("MAX", scores, 2, keep=True)
         shift = g.binary("MAX", top, g.constant([[[LOWEST]]], WIDE))

@@ -1,4 +1,4 @@
-"""Builds the plans of a checkpoint that a user asks for."""
+"""Builds plans for a checkpoint, from a user's options (splash-trt build --engine tensorrt)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def build_for_checkpoint(
     cache: Path,
     progress: Progress | None = None,
 ) -> tuple[PlanCache, Built]:
-    """Build the plans of the model whose config.json is in model_dir; no weights are read.
+    """Builds the plans of the model whose config.json is in model_dir; reads no weights.
 
-    Without `targets` the GPU of this machine is meant. Raises ValueError for what the user can get wrong, and
-    BuildFailure where TensorRT refuses a network.
+    Without `targets` they are for this machine's GPU. Raises ValueError for wrong options, and BuildFailure if TensorRT
+    refuses a network.
     """
     model = load_config(model_dir)
     gpu = this_gpu()
@@ -54,6 +54,7 @@ def build_for_checkpoint(
 
 
 def this_gpu() -> str | None:
+    """This machine's GPU, such as sm_90; None without one."""
     return capability_name(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 

@@ -1,4 +1,4 @@
-"""A cache of built plans, by everything that decides their content."""
+"""A cache of built plans; a plan's key is a hash of everything that decides its content (plans.py)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import msgspec
 from splash_engines.manifest import checksum
 
 LOCK = "lock"
-WRITING = "writing"  # a file that has no name of its own yet; a killed builder leaves one, and the next writes over it
+WRITING = "writing"  # a file that is being written; if a killed builder leaves one, the next builder overwrites it
 
 _AGAIN = "build again, or choose another place with --plan-cache"
 
 
 class Entry(msgspec.Struct, kw_only=True, frozen=True):
-    """What a plan in the cache must be."""
+    """What a plan's file in the cache must be like."""
 
     key: str
     num_bytes: int
     checksum: str
     seconds: float
-    """What building it took."""
+    """How long building it took."""
 
 
 class PlanCache:
-    """A folder of plans by key, each with a small file that says what it must be. Builders may share it: the first to
-    add a plan wins, since TensorRT builds other bytes each time, and an engine says which ones it holds."""
+    """A folder of plans, by key, each with a small file that holds its Entry. Builders may share the folder. TensorRT
+    builds different bytes each time, and engines have their plans' checksums, so the first plan that is added stays."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +39,7 @@ class PlanCache:
         return self.folder / f"{key}.plan"
 
     def find(self, key: str) -> Entry | None:
-        """What was said when it was added; None if it is missing, cut short, changed or another one."""
+        """The plan's entry; None if the plan is missing, cut short or changed, or is another one."""
         try:
             entry = msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=Entry)
             data = self.path(key).read_bytes()
@@ -48,8 +48,8 @@ class PlanCache:
         return entry if (entry.key, entry.checksum) == (key, checksum(data)) else None
 
     def add(self, key: str, data: bytes, seconds: float) -> Entry:
-        """Keep a plan that was built, unless another builder has added one meanwhile; the entry of the one that is
-        kept. ValueError names the folder where it cannot be written."""
+        """Adds a plan that was built, unless another builder has added one meanwhile. Returns the entry of the one in
+        the cache. ValueError, which names the folder, if it cannot be written."""
         entry = Entry(key=key, num_bytes=len(data), checksum=checksum(data), seconds=round(seconds, 3))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,9 @@ class PlanCache:
         return found or entry
 
     def read(self, key: str, expected: str) -> bytes:
-        """A plan that was found or added; expected: its entry's checksum.
+        """The bytes of a plan that was found or added. expected: its entry's checksum.
 
-        ValueError, naming the file and a remedy, if it is that one no longer.
+        ValueError, naming the file and a remedy, if it is not the same plan any more.
         """
         try:
             data = self.path(key).read_bytes()
@@ -79,7 +79,7 @@ class PlanCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Until it ends, nobody else adds anything. A process that dies lets go."""
+        """While it is open, no other process adds anything. The lock of a process that dies is released."""
         descriptor = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -88,6 +88,6 @@ class PlanCache:
             os.close(descriptor)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Whole or not at all."""
+        """Writes a file so that it appears complete or not at all."""
         (self.folder / WRITING).write_bytes(data)
         os.replace(self.folder / WRITING, path)

@@ -1,9 +1,9 @@
-"""The dense parts of a step as networks: what binds them, and what happens at their borders.
+"""The dense parts of a step as calls of networks: binds their weights and sums or gathers between them.
 
-splash_trt.runtime.network_program makes a step of these calls. What executes a network is an Executor: TensorRT's
-runtime on a GPU, an evaluator in tests.
+splash_trt.runtime.network_program makes a step of these calls. An Executor executes a network: TensorRT's runtime on a
+GPU, an evaluator in tests.
 
-T_r tokens whose hidden state this rank holds, T tokens in all, D hidden, H heads resident here (SHARD: the rank's;
+T_r tokens whose hidden states this rank holds, T tokens in all, D hidden, H heads resident on this rank (SHARD: own;
 FULL: own, then the others' in rank order), W = L + R.
 """
 
@@ -26,7 +26,7 @@ from splash_trt.weights.store import WeightStore
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """A network's tensors. outputs: shape, -1 where it varies, and type of each."""
+    """A network's inputs and outputs. outputs: each one's shape, with -1 for what varies, and dtype."""
 
     inputs: tuple[str, ...]
     outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -36,18 +36,20 @@ class Executor(Protocol):
     """The networks of one rank under one layout."""
 
     def signature(self, kind: str) -> Signature | None:
-        """None: on this rank the segment has nothing to compute, or it has another form (moe, moe_in)."""
+        """A segment's signature; None if this rank has no such network: it has nothing to compute in it, or the segment
+        has its other form (moe, moe_in)."""
         ...
 
     def run(
         self, kind: str, layer: int | None, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Compute `outputs` in place. All tensors are contiguous; of one kind and layer, weights never move."""
+        """Computes `outputs` in place. All tensors are contiguous. The weights of a kind and layer are always at the
+        same addresses."""
         ...
 
 
 class NetworkEngine:
-    """The model's segments under one layout; `counts` [N] in the calls are the plan's."""
+    """The model's segments under one layout. `counts` [N] in calls: the plan's numbers of tokens of each rank."""
 
     def __init__(
         self, model: ModelConfig, spec: LayoutSpec, weights: WeightStore, collectives: Collectives, executor: Executor
@@ -66,7 +68,7 @@ class NetworkEngine:
         self._first_expert = self._number(self._first_local)
 
     def embed(self, ids: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """ids [T] of all tokens, rank after rank where they are spread; returns hidden [T_r, D]."""
+        """ids [T] of all tokens, rank by rank where they are spread; returns hidden [T_r, D]."""
         inputs = {"ids": ids.to(torch.int32), "first_id": self._first_id}
         return self._summed(self._run("embed", None, len(ids), inputs), len(ids), counts)
 
@@ -82,12 +84,12 @@ class NetworkEngine:
         return found["q_nope"], found["q_rope"], found["rows"]
 
     def absorb(self, layer: int, q_nope: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
-        """[n, H, nope] and [n, H, R] to absorbed queries [n, H, W]."""
+        """q_nope [n, H, nope] and q_rope [n, H, R] to absorbed queries [n, H, W]."""
         found = self._run("absorb", layer, len(q_nope), {"q_nope": q_nope, "q_rope": q_rope})
         return found["q"] if found else q_nope.new_empty((len(q_nope), 0, self.model.row_width))
 
     def v_up(self, layer: int, latents: torch.Tensor) -> torch.Tensor:
-        """[n, H, L] to [n, H, v]."""
+        """latents [n, H, L] to values [n, H, v]."""
         wide = latents.to(torch.promote_types(latents.dtype, torch.float32))
         found = self._run("v_up", layer, len(latents), {"latents": wide})
         if found:
@@ -97,9 +99,9 @@ class NetworkEngine:
     def expand_kv(
         self, layer: int, latents: torch.Tensor, workspace: torch.Tensor
     ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """latents [C, L] to, per block of heads, (first head, k_nope [C, h, nope], v [C, h, v]) in the workspace.
+        """Keys and values of latents [C, L]: for each block of heads (first head, k_nope [C, h, nope], v [C, h, v]).
 
-        workspace: a flat tensor of at least C * H * (nope + v) numbers; the result is dead at the next call.
+        workspace: a flat tensor of at least C * H * (nope + v) numbers, which holds the result until the next call.
         """
         signature = self._executor.signature("expand_kv")
         if signature is None:
@@ -129,9 +131,9 @@ class NetworkEngine:
         return partial if bias is None else partial + bias
 
     def mlp(self, layer: int, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """hidden [T_r, D] through norm and MLP or experts; returns what is added to the residual, [T_r, D].
+        """hidden [T_r, D] through norm and MLP or experts; returns what is to be added to the residual, [T_r, D].
 
-        Hidden states are gathered before the norm, which is the network's first operation.
+        Hidden states are gathered before the norm, since the norm is the network's first operation.
         """
         if self.spec.tokens is Tokens.SPREAD:
             hidden = self._comm.all_gather(hidden.contiguous(), counts)
@@ -155,8 +157,8 @@ class NetworkEngine:
         return found["logits"] if found else hidden.new_empty((len(hidden), 0))
 
     def _summed(self, found: Mapping[str, torch.Tensor], rows: int, counts: Sequence[int]) -> torch.Tensor:
-        """[T, D] summed over ranks, if the network has not done so; a rank keeps its own tokens' part where they are
-        spread."""
+        """A network's result summed over ranks, unless the network has done so: [T, D], or where tokens are spread only
+        this rank's tokens, [T_r, D]."""
         if "sum" in found:
             return found["sum"]
         partial = found.get("partial")
@@ -174,7 +176,8 @@ class NetworkEngine:
         activations: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor] | None = None,
     ) -> Mapping[str, torch.Tensor]:
-        """A network's outputs; rows: what -1 in their shapes is. Empty where this rank has no such network."""
+        """Runs a network and returns its outputs; empty if this rank has no such network. rows: the size that -1 in
+        outputs' shapes stands for. outputs: where to write them; None: new tensors."""
         signature = self._executor.signature(kind)
         if signature is None:
             return {}
@@ -190,11 +193,11 @@ class NetworkEngine:
         return outputs
 
     def _number(self, value: int) -> torch.Tensor:
-        """An input that is one number, where the networks run."""
+        """A number as an input tensor on the networks' device."""
         return torch.tensor([value], dtype=torch.int32, device=self._like.device)
 
     def _weights(self, kind: str, layer: int | None, signature: Signature) -> dict[str, torch.Tensor]:
-        """The network's inputs that are weights: named block.tensor."""
+        """The network's inputs that are weights, whose names are block.tensor; kept for later calls."""
         key = (kind, layer)
         if key not in self._bound:
             found = {}

@@ -1,7 +1,8 @@
-"""Makes the nodes of one network, so that each has a path, a meaning and a line in the network's fingerprint.
+"""Makes the nodes of one network, each with a path, a meaning and an entry in the network's fingerprint.
 
 A node's name is its path, segment/operation/…/primitive; its metadata is JSON that says what it is for. Shapes are
-TensorRT's own: -1 is a dimension that a profile bounds, and dimensions of one name (T, C, …) are equal.
+TensorRT's own: -1 is a dimension that varies within the bounds of a profile, and dimensions of the same name (T, C, …)
+are equal.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _NUMPY = {"float32": np.float32, "int32": np.int32, "int64": np.int64}
 
 
 class Graph:
-    """A network being made. dtype: what the model's products are computed in, float32 or bfloat16."""
+    """A network that is being made. dtype: that of the model's products, float32 or bfloat16."""
 
     def __init__(self, api: Api, builder: Any, segment: str, dtype: str, num_ranks: int = 0) -> None:
-        """num_ranks: sums over that many ranks are DistCollective layers; 0: they are left to who runs the network."""
+        """num_ranks: sums over this many ranks are DistCollective layers; 0: whoever runs the network sums."""
         self.api = api
         self.trt = api.trt
         self.network = api.create_network(builder)
@@ -38,17 +39,18 @@ class Graph:
         self._names: Counter[str] = Counter()
         self._record: list[Any] = []
         self.kept: list[np.ndarray] = []
-        """Constants: TensorRT reads them when it builds."""
+        """The constants' arrays, which have to exist until TensorRT builds the network."""
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that makes the network: nodes, attributes, constants, names, inputs and outputs."""
+        """A checksum of everything that defines the network: nodes, attributes, constants, names, inputs, outputs."""
         text = json.dumps([self.segment, self._record], separators=(",", ":"))
         return checksum(text.encode())
 
     @contextmanager
     def scope(self, name: str, **meaning: Any) -> Iterator[None]:
-        """Nodes made inside are below `name` and mean this, besides what the scopes around say."""
+        """Nodes that are made inside have `name` in their path and `meaning` in their metadata, besides what enclosing
+        scopes add."""
         self._path.append(name)
         self._meaning.append({**self._meaning[-1], **meaning})
         try:
@@ -60,7 +62,7 @@ class Graph:
     # Inputs and outputs
 
     def input(self, name: str, shape: Sequence[Dim], dtype: str | None = None) -> Any:
-        """A tensor bound by address when the network runs. A dimension that is a name varies from run to run."""
+        """An input, bound by its address when the network runs. A dimension given by a name varies from run to run."""
         sizes = tuple(-1 if isinstance(dim, str) else dim for dim in shape)
         tensor = self.network.add_input(name, self._dtype(dtype or self.dtype), sizes)
         for axis, dim in enumerate(shape):
@@ -88,14 +90,14 @@ class Graph:
         return x if x.dtype == target else self._node("cast", "add_cast", x, target)
 
     def matmul(self, a: Any, b: Any, *, transpose_b: bool = False) -> Any:
-        """a [..., m, k] times b [..., k, n] (or [..., n, k] transposed); leading dimensions of 1 are repeated."""
+        """a [..., m, k] times b [..., k, n] (or [..., n, k] transposed); leading dimensions of 1 are broadcast."""
         kinds = self.trt.MatrixOperation
         return self._node(
             "matmul", "add_matrix_multiply", a, kinds.NONE, b, kinds.TRANSPOSE if transpose_b else kinds.NONE
         )
 
     def binary(self, operation: str, a: Any, b: Any) -> Any:
-        """operation: a name of ElementWiseOperation. Ranks are equal; dimensions of 1 are repeated."""
+        """operation: a name of ElementWiseOperation. a and b have as many dimensions; those of 1 are broadcast."""
         kind = getattr(self.trt.ElementWiseOperation, operation)
         return self._node(operation.lower(), "add_elementwise", a, b, kind)
 
@@ -117,11 +119,11 @@ class Graph:
         return self._node("topk", "add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis, outputs=2)
 
     def gather(self, x: Any, index: Any, axis: int) -> Any:
-        """x's slices along `axis` at `index`, whose dimensions take the axis's place."""
+        """x's slices along `axis` at `index`; the dimensions of index replace the axis in the result."""
         return self._node("gather", "add_gather", x, index, axis)
 
     def gather_elements(self, x: Any, index: Any, axis: int) -> Any:
-        """out[i, j] = x[i, index[i, j]] for axis 1, and so on."""
+        """out[i, j] = x[i, index[i, j]] for axis 1; likewise for others."""
         return self._node(
             "gather_elements", "add_gather_v2", x, index, self.trt.GatherMode.ELEMENT, set={"axis": axis}
         )
@@ -135,14 +137,14 @@ class Graph:
         return self._node("concat", "add_concatenation", list(parts), set={"axis": axis})
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """0 in `shape` keeps the input's dimension there, one -1 takes what is left."""
+        """A 0 in `shape` keeps the input's dimension there; one -1 is whatever is left."""
         return self._node("reshape", "add_shuffle", x, set={"reshape_dims": tuple(shape)})
 
     def transpose(self, x: Any, order: Sequence[int]) -> Any:
         return self._node("transpose", "add_shuffle", x, set={"first_transpose": self.trt.Permutation(list(order))})
 
     def slice(self, x: Any, axis: int, begin: int, end: int, step: int = 1) -> Any:
-        """x[..., begin:end:step, ...] along `axis`, which has a fixed size; other axes whole."""
+        """x[..., begin:end:step, ...] along `axis`, whose size must not vary; all of the other axes."""
         shape = list(x.shape)
         if begin == 0 and end == shape[axis] and step == 1:
             return x
@@ -158,7 +160,7 @@ class Graph:
         return self._node("slice", "add_slice", x, tuple(start), static, tuple(stride), inputs={2: sizes})
 
     def shape_of(self, x: Any, changes: dict[int, int]) -> Any:
-        """x's dimensions, int64 [rank], with some replaced."""
+        """x's shape as a tensor, int64 [number of dimensions]; changes: sizes to put in place of x's, by axis."""
         with self.scope("shape"):
             whole = self._node("shape", "add_shape", x)
             parts = []
@@ -171,7 +173,7 @@ class Graph:
             return self.concat(parts, 0)
 
     def iota(self, x: Any, axis: int) -> Any:
-        """0, 1, … below the size of x along `axis`: int32 [that size]."""
+        """0, 1, … up to the size of x along `axis`, exclusive: int32 [that size]."""
         with self.scope("iota"):
             size = self.gather(self._node("shape", "add_shape", x), self.constant([axis], "int64"), 0)
             inputs = {0: size, 1: self.constant(0, "int32"), 2: self.constant([1], "int32")}
@@ -179,7 +181,7 @@ class Graph:
             return self._node("fill", "add_fill", (1,), kind, self._dtype("int32"), inputs=inputs)
 
     def sum_over_ranks(self, x: Any) -> Any:
-        """Only where num_ranks is not 0."""
+        """x summed over all ranks. Only if num_ranks is not 0."""
         with self.scope("all_reduce", collective="all_reduce", reduce="sum", ranks=list(range(self.num_ranks))):
             return self._node("dist_collective", "", x, self.num_ranks)
 
@@ -195,7 +197,11 @@ class Graph:
         inputs: dict[int, Any] | None = None,
         outputs: int = 1,
     ) -> Any:
-        """Add a layer and return its output, or a tuple of several. BuildFailure names the path where it fails."""
+        """Adds a layer and returns its output, or a tuple of several. BuildFailure, with the path, if TensorRT refuses.
+
+        method: of the network, called with the arguments; empty: a sum over ranks. set: the layer's attributes; inputs:
+        by index.
+        """
         path = "/".join([*self._path, primitive])
         self._names[path] += 1
         if self._names[path] > 1:
@@ -217,7 +223,7 @@ class Graph:
             found = [layer.get_output(i) for i in range(outputs)]
             for i, tensor in enumerate(found):
                 tensor.name = path if i == 0 else f"{path}:{i}"
-                _ = tuple(tensor.shape)  # TensorRT infers shapes when asked, and names no node later
+                _ = tuple(tensor.shape)  # TensorRT infers shapes when asked; errors of a later time would name no node
         except (RuntimeError, TypeError, ValueError) as error:
             if self.api.log.errors or not isinstance(error, ValueError):
                 why = " / ".join(self.api.log.errors) or str(error)
@@ -231,7 +237,7 @@ class Graph:
 
 
 def _plain(value: Any) -> Any:
-    """Something that JSON holds and that differs where the value does."""
+    """A value that JSON can hold, different for different values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""splash_engines.ops as primitives that every TensorRT has: one function for each of its names, of the same meaning.
+"""The operations of splash_engines.ops made of primitives that every TensorRT has, with the same names and meanings.
 
-Tensors are those of graph.Graph. T tokens, D hidden, H heads, R rope part, E experts. As in ops, norms, rotations,
-routing and activations are computed in float32, products in the graph's dtype.
+Tensors are graph.Graph's. T tokens, D hidden, H heads, R rope part, E experts. As in ops, norms, rotations, routing and
+activations are computed in float32, products in the graph's dtype.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def apply_rope(g: Graph, x: Any, cos: Any, sin: Any, interleaved: bool, of: str)
 
 
 def embed(g: Graph, ids: Any, table: Any, first_id: Any) -> Any:
-    """ids int32 [T], table [V_r, D], first_id int32 [1] -> [T, D], zero where the id is another rank's."""
+    """ids int32 [T], table [V_r, D], first_id int32 [1] -> [T, D], zeros where the id is another rank's."""
     with g.scope("embed", operation="embed"):
         rows = table.shape[0]
         local = g.binary("SUB", ids, first_id)
@@ -132,7 +132,7 @@ def route(g: Graph, x: Any, router: Any, bias: Any | None, config: Experts) -> t
 
 
 def _limit_groups(g: Graph, ranking: Any, config: Experts) -> Any:
-    """ranking [T, E] with -inf for all experts but those of the best groups."""
+    """ranking [T, E] with -inf for the experts that are not in the best groups."""
     with g.scope("groups", role="only the best groups' experts", groups=config.num_groups, kept=config.top_groups):
         experts = ranking.shape[1]
         grouped = g.reshape(ranking, (0, config.num_groups, experts // config.num_groups))
@@ -154,7 +154,7 @@ def _hits(g: Graph, choice: Any, ids: Any) -> Any:
 
 
 def dense_experts(g: Graph, x: Any, choice: Any, weight: Any, gate_up: Any, down: Any, first_expert: Any) -> Any:
-    """plugins/grouped_experts for small models: every expert of this rank computes every token.
+    """What plugins/grouped_experts computes, for small models: every expert of this rank computes every token.
 
     x [T, D], choice int32 [T, k], weight float32 [T, k], gate_up [E_r, 2 I, D], down [E_r, D, I], first_expert int32
     [1] -> [T, D].

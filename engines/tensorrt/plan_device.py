@@ -1,4 +1,4 @@
-"""What the runtime for plans needs of CUDA, and torch's way to it."""
+"""What plan_runtime.py needs of a device, as a protocol, and its implementation for CUDA with torch."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from typing import Protocol, TypeVar
 
 import torch
 
-SCRATCH_ALIGN = 256  # bytes, which TensorRT asks of an execution context's memory
+SCRATCH_ALIGN = 256  # bytes; TensorRT requires it of an execution context's memory
 T = TypeVar("T")
 
 
 class Mark(Protocol):
-    """A place in a stream's work."""
+    """A point in a stream's work, such as a CUDA event."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Until everything before it has happened."""
+        """Waits until everything before it is done."""
         ...
 
 
 class Device(Protocol):
     def stream(self) -> int:
-        """The handle of the stream that a step runs on now."""
+        """The handle of the current stream."""
         ...
 
     def capturing(self) -> bool:
-        """What is enqueued now does not happen: it becomes part of a graph."""
+        """Whether work that is enqueued now is captured in a graph, and not run."""
         ...
 
     def mark(self) -> Mark:
-        """After what was enqueued on the stream so far."""
+        """A mark after all that has been enqueued on the stream so far."""
         ...
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the device, uint8, that begins at a multiple of SCRATCH_ALIGN."""
+        """Memory on the device, uint8, whose address is a multiple of SCRATCH_ALIGN."""
         ...
 
     def capture(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """(what replays the step's launches, what the step returned, which each replay fills).
+        """(a function that replays the step's launches; what the step returned, which each replay fills anew).
 
-        The step runs twice: once to make and load what it needs, once for the graph. Before that all work has ended.
+        The step is called twice: once to create and load what it needs, and once to be captured, when all work on the
+        device has ended.
         """
         ...
 
@@ -59,8 +60,8 @@ class _Event:
 
 
 class CudaDevice:
-    """The current CUDA device and torch's current stream, which should not be the default one: TensorRT would wait for
-    the whole device around each network."""
+    """The current CUDA device and torch's current stream. This should not be the default stream, with which TensorRT
+    would synchronise the device around each network."""
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream().cuda_stream)
@@ -72,7 +73,7 @@ class CudaDevice:
         return _Event()
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # torch aligns by 512
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # torch aligns to 512 bytes
 
     def capture(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
         stream = torch.cuda.Stream()

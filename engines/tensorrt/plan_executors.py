@@ -1,4 +1,4 @@
-"""From an engine's folder to what executes it: every layout's plans on one rank."""
+"""Makes one rank's executors, for every layout, from the plans in an engine's folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from splash_trt.config import Layout
 def executors_of(
     folder: Path, *, num_ranks: int, rank: int, api: Api, device: Device, gpu: str
 ) -> tuple[PlanPool, dict[Layout, PlanExecutor]]:
-    """The executors of the layouts that `folder` has plans for, over one pool, which is to be closed at the end.
+    """(the pool that all executors share, which the caller has to close; an executor for each layout of the plans).
 
-    gpu: the one here, such as sm_90. Raises ValueError where the plans are damaged, for other GPUs or numbers of ranks,
-    by another package or version than `api`, which TensorRT does not load, or sum over ranks themselves.
+    gpu: the one here, such as sm_90. Raises ValueError if the plans are damaged, are for other GPUs or numbers of
+    ranks, were built by another package or version than `api` (TensorRT does not load those), or sum over ranks
+    themselves.
     """
     plans = read_plans(folder)
     _check(folder, plans, f"{api.name} {api.version}", gpu)

@@ -1,12 +1,12 @@
 """Runs plans with TensorRT: the Executor of a NetworkEngine on a GPU.
 
 A plan is deserialised once and serves all layers of its kind, in all layouts that use it. Each layer has an execution
-context of its own, so that its weights' addresses are set once and for good. Contexts take their scratch memory from
-one block, which networks on one stream can share. Nothing that a context was given changes while work that it has
-enqueued may still run: a step that comes with other addresses gets a second context, or waits for the first.
+context of its own, so that its weights' addresses are set only once. All contexts share one block of scratch memory,
+which is safe for networks on one stream. What is bound to a context is not changed while work that it has enqueued may
+still run: a step with other addresses gets a second context, or waits for the first.
 
-Written against the documented interface of IRuntime, ICudaEngine and IExecutionContext, which `tensorrt` 10.14 and 11
-and `tensorrt_rtx` 1.7 have in common.
+This uses only the documented interface of IRuntime, ICudaEngine and IExecutionContext that `tensorrt` 10.14 and 11 and
+`tensorrt_rtx` 1.7 have in common.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from splash_engines.tensorrt.plans import Plan
 from splash_engines.trt_api import Api
 
 MAX_CONTEXTS = 2
-"""Of one layer and profile: as many as steps that are in flight."""
+"""The most contexts of a layer and profile: as many as there are steps in flight."""
 
 DTYPES = {
     "FLOAT": torch.float32,
@@ -38,7 +38,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Context:
-    """One execution context and what it was told last."""
+    """An execution context, and what is bound to it."""
 
     def __init__(self, context: Any, plan: Plan, profile: int, device: Device, scratch: torch.Tensor) -> None:
         self._context = context
@@ -47,31 +47,33 @@ class Context:
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._running: Mark | None = None
-        # May copy on the stream, on which the executions come after it.
+        # This may copy something on the stream; executions follow on the same stream.
         self._check(context.set_optimization_profile_async(profile, device.stream()), f"profile {profile}")
         context.set_device_memory(scratch.data_ptr(), scratch.nbytes)
 
     def fits(self, inputs: Tensors, outputs: Tensors) -> bool:
-        """These tensors can be bound now: they are already, or nothing of the context is running."""
+        """Whether these tensors can be bound now: they already are, or nothing that the context enqueued is running."""
         return self.idle() or self._is_bound(inputs, outputs)
 
     def idle(self) -> bool:
+        """Whether nothing that the context has enqueued is running."""
         if self._running is not None and (self._device.capturing() or self._running.done()):
             self._running = None
         return self._running is None
 
     def wait(self) -> None:
+        """Waits until the context is idle."""
         if self._running is not None:
             self._running.wait()
             self._running = None
 
     def run(self, inputs: Tensors, outputs: Tensors) -> None:
-        """Bind what is not bound, and enqueue."""
+        """Binds what is not bound yet, and enqueues an execution."""
         if not self._is_bound(inputs, outputs):
             self._bind(inputs, outputs)
         stream = self._device.stream()
         self._check(self._context.execute_async_v3(stream), "execution")
-        # What is captured does not run now, and the graph keeps addresses of its own.
+        # A captured execution does not run now, and the graph has its own copy of the addresses.
         self._running = None if self._device.capturing() else self._device.mark()
 
     def _is_bound(self, inputs: Tensors, outputs: Tensors) -> bool:
@@ -111,11 +113,12 @@ class _Loaded:
     plan: Plan
     engine: Any
     profiles: list[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]
-    """Of each input: its least and largest shape."""
+    """For each profile, by input: (least shape, largest shape)."""
     contexts: dict[tuple[int | None, int], list[Context]] = field(default_factory=dict)
-    """By layer and profile."""
+    """By (layer, profile)."""
 
     def profile_for(self, inputs: Tensors) -> int:
+        """The first profile that these inputs' shapes fit. ValueError if there is none."""
         for index, bounds in enumerate(self.profiles):
             if all(_within(tuple(tensor.shape), *bounds[name]) for name, tensor in inputs.items()):
                 return index
@@ -134,9 +137,9 @@ def _within(shape: tuple[int, ...], least: tuple[int, ...], most: tuple[int, ...
 
 
 class PlanPool:
-    """A rank's deserialised plans with their contexts and the scratch memory that they share.
+    """A rank's deserialised plans, their contexts, and the scratch memory that contexts share.
 
-    read: a plan's bytes. Only steps of one stream use it at a time.
+    read: returns a plan's bytes. Only one stream at a time may use the pool.
     """
 
     def __init__(self, api: Api, device: Device, read: Callable[[Plan], bytes]) -> None:
@@ -148,16 +151,16 @@ class PlanPool:
         self._scratch: torch.Tensor | None = None
 
     def load(self, plans: Mapping[str, Plan]) -> None:
-        """Deserialise plans, by their keys; those that are there stay. Not during a step: the scratch memory may grow.
+        """Deserialises plans (by key) that are not loaded yet. Not during a step, since the scratch memory may grow.
 
-        ValueError if TensorRT does not take one on this GPU.
+        ValueError if TensorRT does not load one of them on this GPU.
         """
         for key, plan in plans.items():
             if key not in self._loaded:
                 self._loaded[key] = self._deserialise(plan)
         needed = max((self._api.scratch_bytes(each.engine) for each in self._loaded.values()), default=0)
         if self._scratch is None or needed > self._scratch.nbytes:
-            self._forget_contexts()  # each of them has the old memory's address
+            self._forget_contexts()  # they are bound to the old memory
             self._scratch = self._device.scratch(max(needed, SCRATCH_ALIGN))
             assert self._scratch.data_ptr() % SCRATCH_ALIGN == 0
 
@@ -172,11 +175,11 @@ class PlanPool:
         if context is None:
             context = contexts[0]
             context.wait()
-            contexts.append(contexts.pop(0))  # next time the other one has run for longer
+            contexts.append(contexts.pop(0))  # next time, wait for the other one, which was enqueued earlier
         context.run(inputs, outputs)
 
     def close(self) -> None:
-        """Wait for what runs, then let go of contexts, of the engines that made them, and of their memory."""
+        """Waits for what is running, then frees contexts, engines and memory."""
         self._forget_contexts()
         self._loaded.clear()
         self._scratch = None
@@ -217,7 +220,7 @@ class PlanPool:
 
 
 class PlanExecutor:
-    """The plans of one rank under one layout, by kind: the Executor of its NetworkEngine."""
+    """The Executor of one rank's NetworkEngine under one layout. plans: by kind."""
 
     def __init__(self, pool: PlanPool, plans: Mapping[str, Plan]) -> None:
         self._pool = pool
@@ -240,7 +243,7 @@ class PlanExecutor:
         self._retired = False
 
     def retire(self) -> None:
-        """Nothing is to be executed until it is active again; what was enqueued goes on."""
+        """Nothing may be executed until it is activated again; what was enqueued goes on."""
         self._retired = True
 
 
@@ -250,5 +253,5 @@ def _signature(plan: Plan) -> Signature:
 
 
 def _dtypes(plan: Plan) -> dict[str, torch.dtype]:
-    """Of inputs and outputs."""
+    """The dtypes of a plan's inputs and outputs, by name."""
     return {name: DTYPES[dtype] for name, _, dtype in (*plan.inputs, *plan.outputs)}

@@ -1,7 +1,8 @@
-"""Builds every plan that a model needs: one for each kind of segment and local sizes, whoever uses it.
+"""Builds every plan (serialised TensorRT engine) that a model needs: one for each kind of segment and sizes of weights.
 
-A plan's key is a hash of all that decides its content: the network, the profiles, the GPUs, and the builder with its
-version. So equal segments of other layouts, ranks and models are built once, and again never while the cache lasts.
+A plan's key is a hash of everything that decides its content: the network, the profiles, the GPUs, and the builder with
+its version. So equal segments of different layouts, ranks and models are built once, and never again while they are in
+the cache.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from splash_trt.layout.spec import SPECS, Tokens
 from splash_trt.models.config import LayerKind, ModelConfig
 
 RECIPE = 1
-"""Counts up when plans of the same network are to be built in another way."""
+"""Counts up when plans of the same network are to be built in another way: it is part of their keys."""
 SMALL_EXPERTS = 32
-"""Up to so many experts, the form that computes all of them for every token is worth having."""
+"""Up to this many experts, the form in which every expert computes every token is worth having."""
 MOST_RANKS, MOST_TOKENS, MOST_PAGE_TOKENS = 1024, 1 << 20, 4096
-"""What a server can be started with (EngineConfig)."""
+"""The largest values that a server can be started with (EngineConfig)."""
 
 Range = tuple[int, int, int]
-"""Least, best and largest size of a dimension."""
+"""The least, the best (optimised for) and the largest size of a dimension."""
 TensorList = tuple[tuple[str, tuple[int, ...], str], ...]
-"""(name, shape with -1 for what varies, type as TensorRT calls it) of each."""
+"""(name, shape with -1 for what varies, TensorRT's name of the dtype) of each tensor."""
 Progress = Callable[[str, float], None]
-"""Called with what is being built and how much of everything is done, 0 to 1."""
+"""Called with what is being built and how much of all plans is done, 0 to 1."""
 
 
 class Form(str, Enum):
     """Where attention and experts are computed."""
 
-    PLUGIN = "plugin"  # between the networks
-    PRIMITIVE = "primitive"  # in networks of their own, of primitives; for small models
+    PLUGIN = "plugin"  # by kernels, between the networks
+    PRIMITIVE = "primitive"  # by networks of their own, made of primitives; for small models
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     targets: tuple[str, ...]
-    """sm_89 and so on."""
+    """GPUs, such as sm_89."""
     ranks: tuple[int, ...]
-    """Numbers of ranks that the plans serve."""
+    """The numbers of ranks that plans are built for."""
     layouts: tuple[Layout, ...] = tuple(Layout)
     dtype: str = "bfloat16"
     max_batch_tokens: int = 8192
@@ -60,7 +61,7 @@ class PlanSettings:
     form: Form | None = None
     """None: the one that suits the model's size."""
     collectives_in: bool = False
-    """Sums over ranks are DistCollective layers in the networks of layouts whose tokens are everywhere."""
+    """Sums over ranks are DistCollective layers in the networks, for layouts in which every rank has all tokens."""
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1 or max(self.ranks) > MOST_RANKS:
@@ -80,7 +81,8 @@ class PlanSettings:
         return Form.PLUGIN if many else Form.PRIMITIVE
 
     def profiles(self, model: ModelConfig) -> tuple[Mapping[str, Range], ...]:
-        """Of decode steps and of prefill steps, by the dimensions' names (graph.input)."""
+        """The profiles for decode steps and for prefill steps (one if they are the same); ranges by the dimensions'
+        names (graph.input)."""
         pages = -(-model.max_positions // self.page_tokens)
         same = {
             "C": _range(2048, max(1024, 2 * self.max_batch_tokens)),  # EngineConfig.context_block on GPUs
@@ -98,9 +100,9 @@ def _range(best: int, most: int) -> Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One rank under one layout: the plan's key of each kind that it has something to compute for.
+    """The plans that one rank uses under one layout: keys by kind, for kinds in which it has something to compute.
 
-    A kind is a name of segments.SEGMENTS, or attend_absorbed.H and attend_expanded.H for H heads.
+    A kind is a name in segments.SEGMENTS, or attend_absorbed.H or attend_expanded.H for H heads.
     """
 
     num_ranks: int
@@ -123,7 +125,7 @@ class Plan:
 @dataclass(frozen=True, kw_only=True)
 class PlanSet:
     builder: str
-    """Package and version."""
+    """TensorRT's package and version."""
     settings: PlanSettings
     form: Form
     plans: Mapping[str, Plan]
@@ -135,16 +137,17 @@ class PlanSet:
 class Built:
     plans: PlanSet
     seconds: Mapping[str, float]
-    """What building each plan took, whenever that was."""
+    """How long building each plan took, now or when it was put into the cache; by key."""
     cached: frozenset[str]
-    """Keys of plans that were there before."""
+    """Keys of plans that were in the cache already."""
 
 
 def build_plans(
     api: Api, model: ModelConfig, settings: PlanSettings, cache: PlanCache, progress: Progress | None = None
 ) -> Built:
-    """Build what `cache` does not hold yet. BuildFailure names the segment and the node; an interruption ends the build
-    at TensorRT's next step. `progress` is called on another thread; what it raises ends the build too."""
+    """Builds the plans that are not in `cache` yet. BuildFailure names the segment and the node. A KeyboardInterrupt
+    ends the build at TensorRT's next step. `progress` is called on another thread; an exception from it ends the build
+    too."""
     stopped = threading.Event()
 
     def report(phase: str, done: float) -> None:
@@ -153,7 +156,7 @@ def build_plans(
         if progress is not None:
             progress(phase, done)
 
-    # Signals raise in the main thread alone: it must not be in a function that TensorRT calls when one comes.
+    # Signals raise exceptions in the main thread only, which must not be inside a function that TensorRT calls then.
     with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as thread:
         try:
             return thread.submit(_build_plans, api, model, settings, cache, report).result()
@@ -195,7 +198,7 @@ def _build_plans(api: Api, model: ModelConfig, settings: PlanSettings, cache: Pl
 
 
 def kinds_of(model: ModelConfig, sizes: Sizes, form: Form) -> list[tuple[str, int]]:
-    """(kind, heads) of every segment that a rank may have; heads is 0 but for attention's primitive form."""
+    """(kind, heads) of every segment that a rank may have; heads is 0 except for attention's primitive form."""
     kinds = [kind for kind in SEGMENTS if kind not in ("moe", "moe_in", "dense_mlp")]
     if LayerKind.DENSE in model.layers:
         kinds.append("dense_mlp")
@@ -212,9 +215,9 @@ def kinds_of(model: ModelConfig, sizes: Sizes, form: Form) -> list[tuple[str, in
 def _uses(
     api: Api, builder: Any, model: ModelConfig, settings: PlanSettings, waiting: dict[str, Graph]
 ) -> Iterator[Use]:
-    """Who needs what; `waiting` gets each different network once, by its plan's key."""
+    """What each rank uses under each layout. Puts each different network once into `waiting`, by its plan's key."""
     lowered: dict[Any, tuple[str, str] | None] = {}
-    """(segment, key) of what was lowered already, None where there was nothing to compute."""
+    """(segment, key) of networks that were made already; None if there was nothing to compute."""
     for num_ranks in settings.ranks:
         for layout in settings.layouts:
             summed = settings.collectives_in and SPECS[layout].tokens is Tokens.EVERYWHERE and num_ranks > 1

@@ -1,9 +1,9 @@
-"""What is in each network: a step's dense segments over operations, once for all layers of a kind. Their truth in plain
-torch is tests/oracles/torch_segments.py.
+"""What each network contains: one of a step's dense segments, once for all layers of a kind, made of operations. Their
+reference in plain torch is tests/oracles/torch_segments.py.
 
-T tokens (T_r: of this rank), D hidden, H heads here, L latent, R rope part, W = L + R, C context rows. A head-cut
-weight is one input for each block of heads: own, and under FULL residency others. Where ranks' results are to be
-summed a network's output is called `partial`, and whoever runs it sums; with sums in the network it is `sum`.
+T tokens (T_r: of this rank), D hidden, H heads on this rank, L latent, R rope part, W = L + R, C context rows. A
+head-cut weight is one input for each block of heads: own and, under FULL residency, others. If ranks' results have to
+be summed, the output is called `partial`, and whoever runs the network sums; if the network itself sums, it is `sum`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from splash_engines.trt_api import Api
 from splash_trt.models.config import ModelConfig
 from splash_trt.models.family import FAMILIES
 
-INDEX_NORM_EPS = 1e-6  # of transformers' k_norm, whatever the configuration says
+INDEX_NORM_EPS = 1e-6  # as in transformers' k_norm, whatever the configuration says
 OWN, OTHERS = "own", "others"
 
 
 class Weights:
-    """A segment's weights; one becomes an input of the network when it is asked for."""
+    """A segment's weights. A weight becomes an input of the network when it is first asked for."""
 
     def __init__(self, graph: Graph, shapes: Shapes, sharded: bool) -> None:
         """sharded: as in Sizes."""
@@ -35,7 +35,7 @@ class Weights:
         self._made: dict[str, Any] = {}
 
     def get(self, name: str, block: str = OWN) -> Any | None:
-        """None where the model, or this rank, has no such numbers."""
+        """A weight as an input of the network; None if the model, or this rank, has none of it."""
         key = f"{block}.{name}"
         if key not in self._shapes or 0 in self._shapes[key][0]:
             return None
@@ -50,7 +50,7 @@ class Weights:
         return found
 
     def blocks(self, name: str) -> list[Any]:
-        """A head-cut tensor's blocks that have heads, own first."""
+        """A head-cut tensor's blocks, own first, without those that have no heads."""
         found = (self.get(name, block) for block in (OWN, OTHERS))
         return [tensor for tensor in found if tensor is not None]
 
@@ -65,7 +65,7 @@ def embed(g: Graph, model: ModelConfig, w: Weights) -> None:
 
 def attention_in(g: Graph, model: ModelConfig, w: Weights) -> None:
     """hidden [T_r, D], cos and sin float32 [T_r, R / 2] -> q_nope [T_r, H, nope], q_rope [T_r, H, R], rows [T_r, W];
-    where the model has an indexer also what _index says."""
+    if the model has an indexer also _index's outputs."""
     rope, latent = model.qk_rope_head_dim, model.kv_lora_rank
     x = g.input("hidden", ("T", model.hidden_size))
     cos, sin = (g.input(name, ("T", rope // 2), "float32") for name in ("cos", "sin"))
@@ -89,10 +89,10 @@ def attention_in(g: Graph, model: ModelConfig, w: Weights) -> None:
 
 
 def _index(g: Graph, model: ModelConfig, w: Weights, x: Any, q_in: Any, cos: Any, sin: Any) -> None:
-    """index_q [T_r, Hi, di], index_key [T_r, di], index_weight float32 [T_r, Hi].
+    """Adds outputs index_q [T_r, Hi, di], index_key [T_r, di], index_weight float32 [T_r, Hi]; Hi heads of size di.
 
-    A row's score for a query is the sum over heads of weight * ReLU(q . key), DeepSeek-V3.2-Exp's report, equation 1;
-    both of its scales, Hi^-1/2 and di^-1/2, are in the weight.
+    A cache row's score for a query is the sum over heads of weight * ReLU(q . key) (DeepSeek-V3.2-Exp's report,
+    equation 1); both of its scales, Hi^-1/2 and di^-1/2, are included in the weight.
     """
     assert model.indexer is not None
     heads, size, rope = model.indexer.num_heads, model.indexer.head_dim, model.qk_rope_head_dim
@@ -141,7 +141,7 @@ def _by_blocks(g: Graph, x: Any, blocks: list[Any], of: str, *, transpose: bool)
 
 
 def expand_kv(g: Graph, model: ModelConfig, w: Weights) -> None:
-    """latents [C, L] -> k_nope.own [C, h, nope], v.own [C, h, v], and the same of others, each of its block's heads."""
+    """latents [C, L] -> k_nope.own [C, h, nope], v.own [C, h, v], h: the block's heads; and the same for others."""
     if w.blocks("w_uk"):
         latents = g.input("latents", ("C", model.kv_lora_rank))
         for name, out in (("w_uk", "k_nope"), ("w_uv", "v")):
@@ -151,7 +151,7 @@ def expand_kv(g: Graph, model: ModelConfig, w: Weights) -> None:
 
 
 def attention_out(g: Graph, model: ModelConfig, w: Weights) -> None:
-    """values [T_r, H, v] -> out [T_r, D] under FULL residency, else partial (without the bias) or sum."""
+    """values [T_r, H, v] -> out [T_r, D] if the rank has all heads, else partial (without the bias) or sum."""
     blocks = w.blocks("o")
     if not blocks:
         return
@@ -185,7 +185,7 @@ def dense_mlp(g: Graph, model: ModelConfig, w: Weights) -> None:
 
 
 def moe(g: Graph, model: ModelConfig, w: Weights) -> None:
-    """hidden [T, D], first_expert int32 [1] -> partial [T, D]; every expert here computes every token."""
+    """hidden [T, D], first_expert int32 [1] -> partial [T, D]; every expert of this rank computes every token."""
     gate_up, shared = w.get("experts.gate_up"), w.get("shared.gate_up")
     if gate_up is None and shared is None:
         return
@@ -201,8 +201,8 @@ def moe(g: Graph, model: ModelConfig, w: Weights) -> None:
 
 
 def moe_in(g: Graph, model: ModelConfig, w: Weights) -> None:
-    """hidden [T, D] -> x [T, D] normed, choice int32 [T, k], weight float32 [T, k] for the plugin grouped_experts, and
-    shared [T, D], this rank's part of the shared experts, where there is one."""
+    """hidden [T, D] -> x [T, D] normed, choice int32 [T, k] and weight float32 [T, k], for plugins/grouped_experts; and
+    shared [T, D], this rank's part of the shared experts, if it has one."""
     x = _mlp_norm(g, model, w)
     choice, weight = _route(g, model, w, x)
     shared = w.get("shared.gate_up")
@@ -271,7 +271,7 @@ class Lowering:
     num_ranks: int = 0
 
     def __call__(self, kind: str, sizes: Sizes, heads: int = 0) -> Graph | None:
-        """A segment's network, None where a rank of these sizes has nothing to compute. heads: for ATTEND only."""
+        """A segment's network; None if a rank of these sizes has nothing to compute in it. heads: for ATTEND only."""
         name = kind if kind not in ATTEND else f"{kind}.{heads}"
         graph = Graph(self.api, self.builder, name, self.dtype, self.num_ranks)
         if kind == "attend_absorbed":

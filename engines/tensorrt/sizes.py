@@ -1,6 +1,5 @@
-"""What a network is made for: the shapes of one rank's weights under one residency, and a few of the model's numbers.
-
-Two ranks, or two layouts, of equal sizes share their networks.
+"""The sizes that a network is made for: the shapes of one rank's weights under one residency, and some of the model's
+numbers. Ranks or layouts with equal sizes share their networks.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from splash_trt.models.config import LayerKind, ModelConfig
 from splash_trt.weights.shards import Block, others_block, own_block
 
 Shapes = tuple[tuple[str, tuple[int, ...], bool], ...]
-"""(name, shape, kept in float32) of each tensor, sorted. Names have no layer's number: own.embed, others.q_b, …"""
+"""(name, shape, whether it is kept in float32) of each tensor, sorted. Names are block.tensor without a layer's number,
+such as own.embed or others.q_b."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     dense: Shapes
-    """What a dense layer, the embedding and the head are made of; of an all-MoE model without the MLP."""
+    """The tensors of a dense layer, the embedding and the head; of a layer without the MLP if all layers are MoE."""
     moe: Shapes
-    """The same with a MoE layer's experts; empty where the model has none."""
+    """The same with a MoE layer's experts; empty if the model has none."""
     attend_heads: tuple[int, ...]
-    """Heads that absorbed queries have where they meet cache rows, and those of each block of expanded ones."""
+    """First the number of heads of absorbed queries where they attend, then that of each block of expanded queries."""
     sharded: bool
-    """Other ranks have heads that this one lacks, so the output projection's results are summed over ranks."""
+    """Other ranks have heads that this one does not have, so the output projection's results are summed over ranks."""
     page_tokens: int
 
 
@@ -37,7 +37,7 @@ def sizes_of(model: ModelConfig, layout: Layout, rank: int, num_ranks: int, page
         blocks["others"] = others_block(model, rank, num_ranks, "float32")
     kinds = {kind: model.layers.index(kind) for kind in LayerKind if kind in model.layers}
     heads = [_heads(block) for block in blocks.values()]
-    # At an owner, DOP's queries have all heads; elsewhere those that are here.
+    # Where they attend, absorbed queries have all heads in DOP (at the owner) and under FULL, else the rank's own.
     everywhere = spec.placement is PlacementKind.OWNED or len(blocks) > 1
     absorbed = model.num_heads if everywhere else heads[0]
     moe = _shapes(blocks, kinds[LayerKind.MOE]) if LayerKind.MOE in kinds else ()
@@ -65,7 +65,7 @@ def _without_experts(shapes: Shapes) -> Shapes:
 
 
 def local_name(name: str, layer: int) -> str | None:
-    """A tensor's name as a network calls it: without the layer; None for a tensor of another layer."""
+    """A tensor's name in a network, without the layer's number; None for a tensor of another layer."""
     if not name.startswith("layers."):
         return name
     prefix = f"layers.{layer}."

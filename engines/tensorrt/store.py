@@ -1,4 +1,4 @@
-"""Plans in an engine's folder: plans/ has a file for each, and plans.json, which says what they are and for whom."""
+"""Plans in an engine's folder: plans/ has a file for each, and plans.json describes them and who uses which."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ VERSION = 1
 FOLDER = "plans"
 INDEX = "plans.json"
 MARKERS = (f"{FOLDER}/{INDEX}",)
-"""Files by which a folder of plans alone is known."""
+"""A folder with these files, and no weights, has plans alone."""
 MAX_INDEX_BYTES = 50_000_000
-CHECKED_BYTES = 4096  # of a plan whenever the engine is opened; all of it when it is loaded
+CHECKED_BYTES = 4096  # first bytes of a plan that are checked when the engine is opened; all are when it is loaded
 
 _REBUILD = "build the engine again (splash-trt build --engine tensorrt … --overwrite)"
 
@@ -29,14 +29,14 @@ class _Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: str
     version: int
     checksum: str
-    """Of the bytes of `plans` as they stand in the file."""
+    """The checksum of the bytes of `plans` as they are in the file."""
     plans: msgspec.Raw
 
 
 def write_plans(plans: PlanSet, cache: PlanCache, folder: Path) -> list[StoredFile]:
-    """Put plans into `folder`, an engine that is being built; what to say of the files in its manifest.
+    """Puts plans into `folder`, an engine that is being built. Returns the files' entries for its manifest.
 
-    Raises ValueError, naming the path and a remedy, where it cannot be written, or the cache has other plans by now.
+    Raises ValueError, naming the path and a remedy, if it cannot be written, or if the cache has other plans by now.
     """
     target = folder / FOLDER
     body = msgspec.json.encode(plans, order="deterministic")
@@ -69,9 +69,9 @@ def has_plans(folder: Path) -> bool:
 
 
 def read_plans(folder: Path) -> PlanSet:
-    """What the engine in `folder` has for TensorRT.
+    """The plans of the engine in `folder`.
 
-    Raises ValueError, naming the file and a remedy, where there is nothing, or something damaged or of another version.
+    Raises ValueError, naming the file and a remedy, if there are none, or if they are damaged or of another version.
     """
     path = folder / FOLDER / INDEX
     if not has_plans(folder):
@@ -95,7 +95,7 @@ def read_plans(folder: Path) -> PlanSet:
 
 
 def describe_plans(folder: Path) -> str:
-    """One line on what the engine in `folder` has for TensorRT, whatever state it is in."""
+    """One line on the plans of the engine in `folder`, or on what is wrong with them."""
     if not has_plans(folder):
         return "none"
     try:
@@ -124,7 +124,7 @@ def use_of(plans: PlanSet, *, num_ranks: int, layout: Layout, rank: int) -> Use:
 
 
 def plan_bytes(folder: Path, plan: Plan) -> bytes:
-    """A plan to deserialise. ValueError names the file if it is missing or not what was built."""
+    """A plan's bytes, to be deserialised. ValueError, which names the file, if it is missing or has changed."""
     path = folder / FOLDER / f"{plan.key}.plan"
     try:
         data = path.read_bytes()
@@ -136,7 +136,7 @@ def plan_bytes(folder: Path, plan: Plan) -> bytes:
 
 
 def verify_plans(folder: Path) -> int:
-    """Read all plans; returns how many. ValueError names the first file that is not what was built."""
+    """Reads and checks all plans; returns their number. ValueError names the first file that is missing or changed."""
     plans = read_plans(folder).plans.values()
     for plan in plans:
         plan_bytes(folder, plan)

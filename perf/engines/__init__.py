@@ -1,1 +1,1 @@
-"""Times of one step: per layout, number of ranks, batch and context."""
+"""Benchmarks of single steps, by layout, number of ranks, batch and context."""

@@ -1,8 +1,8 @@
-"""One rank's model for the step benchmarks, and rank 0's blocks of steps under any layout.
+"""A rank's model for the step benchmarks, and the blocks of steps that rank 0 runs under any layout.
 
-Plans come from the real scheduler, and go through the real orchestrator, worker and runner. All four layouts share one
-runner with the weights of FULL residency: a plan names its layout, and layouts run one after another, so that each
-finds an empty cache. SHARD layouts then have fewer pages than they could, which changes no step's time.
+Plans come from the real scheduler and go through the real orchestrator, worker and runner. All four layouts share one
+runner, with the weights of FULL residency: a plan names its layout, and layouts run one after another, each with an
+empty cache. SHARD layouts then have fewer pages than they could have, which does not change a step's time.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def bench_config(
     simulate_routing: str = "",
     experts_cut: str = "whole",
 ) -> EngineConfig:
-    """With room for cache_tokens in every layout: the arena is as large as the fullest rank's needs."""
+    """A config with cache for cache_tokens in every layout: every rank's arena is as large as the largest that a rank
+    needs."""
     config = EngineConfig(
         num_ranks=num_ranks,
         run_on=run_on,
-        capture_ahead=False,  # cells are few, and run once before they are timed
+        capture_ahead=False,  # there are few cells, and each runs once before it is timed
         layout=Layout.DP,
         layouts=tuple(Layout),
         simulate_routing=simulate_routing,
@@ -63,46 +64,46 @@ def bench_config(
         step_deadline_s=300.0,
     )
     maps = [memory_map(model, config, rank) for rank in range(num_ranks)]
-    # Decoded tokens and each request's last page come on top.
+    # In addition: decoded tokens, and each request's last page.
     pages = -(-cache_tokens // page_tokens) + 3 * max_running
     need = max(m.workspace_bytes + m.own_bytes + m.others_bytes + pages * m.page_bytes for m in maps)
     return dataclasses.replace(config, memory_bytes=need + 4096)
 
 
 def model_folder(name: str) -> Path:
-    """A folder of perf/configs by its name, or any other with a config.json by its path."""
+    """A folder of perf/configs by its name, or any folder with a config.json by its path."""
     return CONFIGS / name if (CONFIGS / name).is_dir() else Path(name)
 
 
 class Bench:
-    """A model with random weights on this rank. Rank 0 calls the blocks while the others `follow`."""
+    """A model with random weights on this rank. Rank 0 runs blocks of steps while the other ranks `follow`."""
 
     def __init__(self, world: World, folder: Path, config: EngineConfig) -> None:
         self.model = load_config(folder)
         self.config = config
         self.worker = start_worker(world, self.model, config, DummyWeights(self.model, SEED))
         self._pages = capacity(self.model, config, Layout.DP).pages_per_rank
-        # What lies in skipped contexts: finite and different everywhere, as real rows are. The last pages that storage
-        # knows are not for use: the other ranks' heads lie there.
+        # Contexts whose prefill is skipped consist of these numbers: finite and all different, as in real rows. The
+        # last pages of the storage are not used, since the other ranks' heads lie there.
         usable = self.worker.runner.storage.pages[: self._pages[world.rank]]
         usable.normal_(generator=torch.Generator(usable.device).manual_seed(SEED))
         self._random = np.random.default_rng(SEED)
         self._count = 0
         self.idle = 0.0
-        """Share of the last block of decode steps in which rank 0's device had none, by the device's clock."""
+        """The share of time, in the last block of decode steps, in which rank 0's device ran no step."""
 
     def follow(self) -> None:
-        """Ranks other than 0: until rank 0's `release`."""
+        """For ranks other than 0: executes plans until rank 0 calls `release`."""
         self.worker.follow()
         self.worker.runner.close()
 
     def release(self) -> None:
-        """Rank 0: the others' `follow` returns."""
+        """For rank 0: ends the others' `follow`."""
         self.worker.world.control.send_object(None)
         self.worker.runner.close()
 
     def decode(self, layout: Layout, *, batch: int, context: int, steps: int, warmup: int) -> list[float]:
-        """Seconds of each of `steps` decode steps of `batch` requests whose context is about `context` tokens."""
+        """The seconds of each of `steps` decode steps of `batch` requests with contexts of about `context` tokens."""
         source = _SkippedPrefill(self.worker.send, batch, self.model.vocab_size, self._random)
         orchestrator = self._orchestrator(layout, source)
         wish = SamplingParams(max_tokens=batch + steps + warmup + 64, ignore_eos=True)
@@ -125,7 +126,7 @@ class Bench:
         return times
 
     def prefill(self, layout: Layout, tokens: int) -> list[float]:
-        """Seconds from an idle engine to the first token of one prompt of that many tokens, as a list of one."""
+        """The seconds from an idle engine to the first token of a prompt of `tokens` tokens, as a list of one."""
         orchestrator = self._orchestrator(layout, self.worker.send)
         orchestrator.add(self._request(tokens, SamplingParams(max_tokens=1, ignore_eos=True)))
         begin = time.perf_counter()
@@ -136,7 +137,7 @@ class Bench:
         return [seconds]
 
     def greedy(self, layout: Layout, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Each prompt's continuation, prefill and all."""
+        """Each prompt's greedy continuation, with a real prefill."""
         orchestrator = self._orchestrator(layout, self.worker.send)
         wish = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         out: dict[str, list[int]] = {}
@@ -171,10 +172,10 @@ class Bench:
 
 
 class _SkippedPrefill:
-    """Executes no plan until one holds nothing but one decode of each request: contexts are then whatever lies there.
+    """Executes no plan until one has exactly one decode token of each request. Contexts are then whatever pages hold.
 
-    The first plan executed carries the block tables and sampling parameters of those skipped, and random ids, so that
-    rows differ and spread over the experts as they would.
+    The first executed plan also has the block tables and sampling parameters of the skipped ones, and random ids, so
+    that rows differ and spread over experts as in reality.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class _SkippedPrefill:
 
 
 def _finish(orchestrator: Orchestrator) -> None:
-    """Take in what is still in flight; the next block must find all pages free."""
+    """Takes in what is still in flight: the next block needs all pages free."""
     while not orchestrator.idle:
         orchestrator.step()
     orchestrator.scheduler.check_idle()

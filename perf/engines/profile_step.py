@@ -1,7 +1,8 @@
 """Where a decode step's time goes, on ranks that are threads: `python -m perf.engines.profile_step --ranks 4 …`.
 
-Ranks take turns in one process, so the times of all of them add up, and waiting costs nothing. Prints two tables: torch
-operators by their own time, and Python functions of rank 0 by their own and by their total time, per step.
+Ranks take turns in one process, so the times of all of them add up, and waiting costs nothing. Prints a table of torch
+operators by their own time, and tables of rank 0's Python functions by their own and by their total time. All are over
+--steps steps and one to warm up.
 """
 
 from __future__ import annotations

@@ -30,28 +30,28 @@ CHECK_TOKENS = 12
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     run_on: str
-    """EngineConfig's."""
+    """As in EngineConfig."""
     model: str
-    """A folder of perf/configs, or the path of another."""
+    """The name of a folder in perf/configs, or the path of another folder."""
     simulate_routing: str
-    """EngineConfig's."""
+    """As in EngineConfig."""
     experts_cut: str
-    """EngineConfig's."""
+    """As in EngineConfig."""
     check_dtype: str
     layouts: tuple[str, ...]
     dtypes: tuple[str, ...]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     max_cache_tokens: int
-    """Cells of more tokens in all are left out."""
+    """Cells (batch and context) with more tokens in all are left out."""
     rounds: int
     steps: int
-    """In each round, of each layout; fewer where they take long (round_s)."""
+    """Steps of each layout in each round; fewer if they take long (round_s)."""
     warmup_steps: int
     round_s: float
-    """A cell's rounds get shorter when a layout's steps would take longer than this, down to two steps."""
+    """If the steps of a round would take a layout longer than this, a cell gets fewer of them, but at least two."""
     prompts: tuple[int, ...]
-    """Tokens of the prefill measurements' prompts."""
+    """The lengths in tokens of the prompts whose prefill is measured."""
     max_batch_tokens: int
 
 
@@ -59,11 +59,11 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     decode: list[Row]
     prefill: list[Row]
     tokens: dict[str, list[list[int]]]
-    """Per layout, the greedy continuations that the check compares."""
+    """The greedy continuations that the check compares, by layout."""
 
 
 def measure(world: World, settings: Settings) -> Findings:
-    """On every rank; the findings are rank 0's."""
+    """Called on every rank; only rank 0's findings count."""
     torch.set_num_threads(1)
     layouts = [Layout.parse(name) for name in settings.layouts]
     tokens = check(world, layouts, settings.check_dtype, settings.experts_cut)
@@ -102,7 +102,7 @@ def measure(world: World, settings: Settings) -> Findings:
 def check(
     world: World, layouts: list[Layout], dtype: str, experts_cut: str = "whole"
 ) -> dict[str, list[list[int]]]:
-    """Greedy continuations of a tiny model, per layout; on rank 0."""
+    """Greedy continuations of a tiny model by layout; on rank 0, others return nothing."""
     model = load_config(CONFIGS / "tiny")
     config = bench_config(
         model,
@@ -149,7 +149,7 @@ def _prefill_cell(bench: Bench, layouts: list[Layout], prompt: int, settings: Se
         return bench.prefill(layout, prompt)
 
     for layout in layouts:
-        if settings.run_on != "cpu":  # a first run compiles, a second one is captured
+        if settings.run_on != "cpu":  # the first run compiles, the second one is captured
             bench.prefill(layout, prompt)
             bench.prefill(layout, prompt)
         else:
@@ -162,7 +162,7 @@ def _prefill_cell(bench: Bench, layouts: list[Layout], prompt: int, settings: Se
 
 
 def _rows(bench: Bench, rounds: dict[str, list[list[float]]], tokens: int, cell: Row) -> list[Row]:
-    """One row per layout; `tokens` go through each sample."""
+    """A row for each layout. tokens: how many are computed in each sample."""
     base = next(iter(rounds))
     rows: list[Row] = []
     for layout, samples in rounds.items():

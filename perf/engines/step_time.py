@@ -1,8 +1,8 @@
-"""Times of a decode step and of a long prompt under each layout: `python -m perf.engines.step_time --help`.
+"""Times of a decode step and of a prompt under each layout: `python -m perf.engines.step_time --help`.
 
-Starts mpirun for each number of ranks (one rank runs alone, without MPI), prints a table, and writes
-perf/results/engines/{step_time,prefill}.json with their reports. All layouts run interleaved in one process run, so
-their ratios hold even on a machine that others use; the plain times hold for what the machine was doing.
+Starts mpirun for each number of ranks (one CPU rank runs alone, without MPI), prints a table, and writes
+perf/results/engines/{step_time,prefill}.json with their reports. Layouts run interleaved in the same processes, so
+their ratios hold even on a machine that is used by others; the times themselves depend on what else it was doing.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.engines.step_time")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--run-on", default="cpu", choices=RUN_ON_PLACES)
-    parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
+    parser.add_argument("--model", default="small", help="name of a folder in perf/configs, or path of another folder")
     parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
     parser.add_argument("--experts-cut", default="whole", choices=EXPERTS_CUTS)
-    parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")
+    parser.add_argument("--check-dtype", default="float64", help="dtype of the check's tiny model")
     parser.add_argument("--layouts", nargs="+", default=["tp", "dp", "cp", "dop"], help="the first must be tp")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--max-cache-tokens", type=int, default=16384, help="larger cells are left out")
+    parser.add_argument("--max-cache-tokens", type=int, default=16384, help="cells with more tokens are left out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup-steps", type=int, default=1)
@@ -53,22 +53,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512])
     parser.add_argument("--max-batch-tokens", type=int, default=2048)
     parser.add_argument("--floor", metavar="DEVICE",
-                        help="whose floors stand beside the times: a built-in description or a file")  # fmt: skip
-    parser.add_argument("--prefix", default="", help="of the results' names")
+                        help="add the least times on this device: a built-in description or a file")  # fmt: skip
+    parser.add_argument("--prefix", default="", help="prefix of the results' names")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
     return parser.parse_args(arguments)
 
 
 def settings_of(options: argparse.Namespace, ranks: int) -> Settings:
-    """One rank has no layouts: the four are the same there."""
+    """The settings for a number of ranks. On one rank only the first layout is measured: all are the same there."""
     layouts = options.layouts if ranks > 1 else options.layouts[:1]
     values = {name: getattr(options, name) for name in Settings.__struct_fields__ if name not in ("ranks", "layouts")}
     return msgspec.convert({**values, "ranks": ranks, "layouts": layouts}, Settings)
 
 
 def measure(settings: Settings) -> Findings:
-    """Run the ranks and wait. Raises CalledProcessError when they fail; why is on stderr."""
+    """Runs the ranks and waits for them. Raises CalledProcessError if they fail; the reason is on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "settings.json", Path(folder) / "findings.json"
         given.write_bytes(msgspec.json.encode(settings))
@@ -81,7 +81,8 @@ def measure(settings: Settings) -> Findings:
 
 
 def same_tokens(findings: Sequence[Findings]) -> str:
-    """All layouts at all numbers of ranks continued alike; AssertionError names the first that did not."""
+    """The check: all layouts with all numbers of ranks gave the same tokens. AssertionError names the first that did
+    not."""
     all_tokens = [(f.decode[0]["ranks"], layout, t) for f in findings for layout, t in f.tokens.items()]
     ranks, layout, expected = all_tokens[0]
     for other_ranks, other, tokens in all_tokens[1:]:
@@ -106,7 +107,8 @@ def result_of(
 
 
 def with_floors(rows: Sequence[harness.Row], options: argparse.Namespace) -> list[harness.Row]:
-    """floor_ms: the least that the step could take on --floor's device; experts_hit: in each layer, expected."""
+    """The rows with floor_ms, the least time of the step on --floor's device, and for decode steps experts_hit, the
+    expected number of distinct experts used in a layer."""
     if options.floor is None:
         return list(rows)
     model, device = load_config(model_folder(options.model)), load_device(options.floor)
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = model_folder(options.model)
     config["model"] = folder.name
     config["model_config"] = msgspec.json.decode((folder / "config.json").read_bytes())
-    settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    settings = harness.without(arguments, "--remark", "--results")
     settings = [folder.name if word == options.model else word for word in settings]
     p = harness.provenance(config, "perf.engines.step_time", settings, options.remark)
     decode = with_floors([row for f in findings for row in f.decode], options)

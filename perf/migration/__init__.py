@@ -1,1 +1,1 @@
-"""What a switch between layouts costs while requests are served."""
+"""Benchmarks of what a switch between layouts costs while requests are served."""

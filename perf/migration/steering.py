@@ -1,8 +1,8 @@
-"""Budgets of switches by simulation: `python -m perf.migration.steering`.
+"""How the budgets of switches develop, by simulation: `python -m perf.migration.steering`.
 
-Budget and Meter see steps as two GPUs take them: 10 to 13 ms that vary by 0.5 to 1 % and at times by much more, that
-become longer as contexts grow, and that a switch slows down in proportion to its bytes, besides what it costs however
-little moves. What they make of it is printed: steps and rate of a switch, and the slowdown by its bytes as it truly is.
+Budget and Meter get steps like those of two GPUs: of 10 to 13 ms, which vary by 0.5 to 1 % and sometimes by much more,
+become longer as contexts grow, and are slowed down by a switch in proportion to its bytes, and by some amount however
+little moves. Printed are a switch's steps and rate, and the true slowdown by its bytes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from splash_trt.scheduler.meter import Meter
 
 LAYOUTS = tuple(Layout.parse(name) for name in "tp dp tp cp tp dop dp cp dp dop cp dop".split())
 REFERENCE_BYTES = 100_000_000
-STALL_SHARE, STALL = 0.01, 0.2  # so many steps take up to so much longer, for reasons of the machine
+STALL_SHARE, STALL = 0.01, 0.2  # this share of steps takes longer, by up to this much, for other reasons
 
 
 class Load(NamedTuple):
     """What is simulated."""
 
     cost: float
-    """By how much a step is slower that moves REFERENCE_BYTES in each 10 ms."""
+    """By how much a step that moves REFERENCE_BYTES in each 10 ms is slower (1: by 100 %)."""
     noise: float = 0.01
-    """Standard deviation of a step's time."""
+    """Standard deviation of a step's time, relative to it."""
     growth: float = 1e-4
-    """By how much each step is longer than the one before."""
+    """By how much each step is longer than the one before, relative to the first one."""
     armed: float = 0.003
-    """By how much a switch's steps are slower however little they move."""
+    """By how much all steps of a switch are slower, however little they move."""
     launch: float = 0.0
-    """By how much those are slower that move anything."""
+    """By how much steps that move anything are slower, besides `cost`."""
     switch_bytes: tuple[int, ...] = (900_000_000, 2_500_000_000)
-    """On the rank that moves most, of one switch after the other: heads alone, heads and rows."""
+    """The bytes of each switch on the rank that moves most, in turn: heads alone, heads and rows."""
     step_s: float = 0.011
-    """The first step."""
+    """The time of the first step."""
     around: int = 60
     """Steps between switches."""
     start_bytes: int = 96 << 20
@@ -49,20 +49,20 @@ class Load(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Of one switch."""
+    """What came of one switch."""
 
     steps: int
-    """That moved something."""
+    """How many steps moved something."""
     rate_gb_s: float
-    """In those."""
+    """The rate of moving in those steps."""
     slowdown: float
-    """Of them by their bytes, without noise: the median."""
+    """The median of those steps' true slowdown by their bytes."""
     budget: int
-    """At its end."""
+    """Bytes of a step at the end."""
 
 
 class Steered:
-    """Meter and budget as the switcher uses them."""
+    """A meter and a budget, used as the switcher uses them."""
 
     def __init__(self, load: Load) -> None:
         self.budget = Budget(load.start_bytes, load.floor_bytes, MAX_BUDGET_BYTES, load.max_slowdown)
@@ -72,7 +72,7 @@ class Steered:
         self._meter.begin()
 
     def next_bytes(self, left: int) -> int:
-        """For the next step of a switch."""
+        """How many of the bytes that are left the next step of a switch may move."""
         return 0 if self._meter.wants_still() else min(left, self.budget.in_time(left, 1e6, self._meter.step_s))
 
     def completed(self, plan: Plan, result: StepResult, num_bytes: int) -> None:
@@ -82,7 +82,7 @@ class Steered:
 
 
 def plan_of(layout: Layout, attempt: int) -> Plan:
-    """64 tokens, one of each request."""
+    """A plan of 64 tokens, one of each request."""
     rows, ones = np.arange(64, dtype=np.int32), np.ones(64, np.int32)
     shape: dict[str, Any] = {"slot": rows, "start": rows, "count": ones, "home": rows, "want_index": rows[:0]}
     shape |= {"absorbed": ones > 0, "token": rows.astype(np.int64), "want_target": np.zeros(0, np.int64)}
@@ -90,7 +90,7 @@ def plan_of(layout: Layout, attempt: int) -> Plan:
 
 
 def simulate(load: Load, seed: int, switches: int, steered: Any = None) -> list[Moved]:
-    """So many switches of one server, in the order of a tour. steered: what is tried instead of Steered."""
+    """Simulates switches of one server, in the order of a tour. steered: to be tried instead of Steered."""
     random, step, found = np.random.default_rng(seed), 0, []
     steered = Steered(load) if steered is None else steered
     empty = StepResult.empty(0)
@@ -121,7 +121,7 @@ def simulate(load: Load, seed: int, switches: int, steered: Any = None) -> list[
     return found
 
 
-SIZES = (900_000_000, 2_500_000_000, 900_000_000, 7_000_000_000)  # rows become more as contexts grow
+SIZES = (900_000_000, 2_500_000_000, 900_000_000, 7_000_000_000)  # there are more rows as contexts grow
 CASES = {
     **{f"{100 * cost:.1f} % for 100 MB": Load(cost=cost) for cost in (0.003, 0.006, 0.01)},
     "0.6 %, steps vary by 0.5 %": Load(cost=0.006, noise=0.005),
@@ -134,7 +134,7 @@ SEEDS, TOURS = 20, 3
 
 
 def row(name: str, load: Load, steered: Callable[[Load], Any] = Steered) -> str:
-    """A line of the table: the median switch of the first tour and of the last, and the slowest of all switches."""
+    """A line of the table: the median switch of the first and of the last tour, and the slowest of all switches."""
     runs = [simulate(load, seed, TOURS * len(LAYOUTS), steered(load)) for seed in range(SEEDS)]
     cells = [name]
     for tour in (slice(None, len(LAYOUTS)), slice(-len(LAYOUTS), None)):

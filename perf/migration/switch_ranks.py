@@ -1,7 +1,7 @@
 """One rank's program of the switch benchmark; switches.py starts it under mpirun.
 
-Rank 0 serves a steady batch of decodes and goes round all 12 pairs of layouts, several times, for each context and
-budget, all on one deployment. Arguments: a JSON file with Settings, and the file to which rank 0 writes its Findings.
+For each context and budget, rank 0 serves a steady batch of decodes and makes several tours of all 12 switches, all on
+one deployment. Arguments: a JSON file with Settings, and the file to which rank 0 writes its Findings.
 """
 
 from __future__ import annotations
@@ -36,54 +36,54 @@ TOUR = tuple(Layout.parse(name) for name in "tp dp tp cp tp dop dp cp dp dop cp 
 STATES = ("preparing", "migrating", "armed", "retiring")
 KINDS = ("weights", "pages", "new_rows")
 SEED = 1
-WARMUP = 4  # steps after a switch that count for nothing
-FIRST_AROUND = 8  # steps before each switch of the tour that is thrown away, at most
-SWITCH_STEPS = 100  # of one switch, that there is cache for
+WARMUP = 4  # steps after a switch that are not counted
+FIRST_AROUND = 8  # most steps before each switch in the first tour, which is discarded
+SWITCH_STEPS = 100  # the cache has room for so many steps of each switch
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     run_on: str
-    """EngineConfig's."""
+    """As in EngineConfig."""
     model: str
-    """A folder of perf/configs, or the path of another."""
+    """The name of a folder in perf/configs, or the path of another folder."""
     dtype: str
     check_dtype: str
     simulate_routing: str
-    """EngineConfig's."""
+    """As in EngineConfig."""
     max_batch_tokens: int
     batch: int
     contexts: tuple[int, ...]
     """Tokens of each request's prompt."""
     budgets: tuple[int, ...]
-    """migration_bytes."""
+    """Values of migration_bytes."""
     max_slowdown: float
-    """migration_max_slowdown; where it is large the budget never shrinks."""
+    """migration_max_slowdown; if it is large, the budget never shrinks."""
     switch_deadline_s: float
-    """EngineConfig's."""
+    """As in EngineConfig."""
     rounds: int
-    """Tours; the first one is thrown away."""
+    """Tours; the first one is discarded."""
     around: int
-    """Steps without a switch before each one, that it is held against."""
+    """Steps without a switch before each switch, that it is compared with."""
     check: bool
     """Whether a tiny model's tokens are compared with and without switches."""
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
-    """One for each budget, context, pair and round."""
+    """A row for each budget, context, pair and round."""
     slowdowns: list[float]
-    """Of each step with copies, in all switches: its time over what it would take without, less 1 (see Watched)."""
+    """For each step with copies, in all switches: its time over what it would take without copies, less 1 (Watched)."""
     variations: list[float]
-    """Of each step before a switch: its time over their median, less 1."""
+    """For each step before a switch: its time over the median of those steps, less 1."""
     switched: dict[str, list[int]]
-    """By request, tokens of the check's run with a tour of switches …"""
+    """The tokens of the check's run with a tour of switches, by request."""
     plain: dict[str, list[int]]
-    """… and of the one without."""
+    """The tokens of the check's run without switches, by request."""
 
 
 class Steps:
-    """An Observer. `done`: the plans and results that have come in."""
+    """An Observer that keeps plans and results in `done`."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Plan, StepResult]] = []
@@ -96,42 +96,42 @@ class Steps:
             self.done.append((plan, result))
 
     def seconds(self, copies: bool) -> np.ndarray:
-        """[n, 2]: number and seconds of the steps with or without copies, by the ranks' clock: on GPUs the device's."""
+        """[n, 2]: numbers and seconds of steps with or without copies, by the ranks' clock (on GPUs the device's)."""
         found = [(plan.step, result.seconds) for plan, result in self.done if plan.copies is copies]
         return np.array(found).reshape(-1, 2)
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps around a switch: what they took before it, and those in it that copied something.
+    """The steps before a switch, and the steps of the switch that copied something.
 
-    Contexts grow, so that steps take longer: some 0.01 % each, which adds up to what is measured here. So a step with
-    copies is held against the steps before the switch, longer by what its layout's steps grow by from one switch out of
-    it to the others.
+    As contexts grow, each step takes some 0.01 % longer, which adds up to as much as is measured here. So a step with
+    copies is compared with the steps before the switch plus what steps of that layout have grown by since; the growth
+    is taken from all switches out of the same layout.
     """
 
     layout: str
     at: float
-    """The mean number of the steps before."""
+    """The mean of the numbers of the steps before."""
     step_s: float
-    """Their median."""
+    """The median time of those steps."""
     variations: list[float]
-    """What each took over the median, less 1."""
+    """For each of those steps, its time over the median, less 1."""
     copying: list[tuple[float, float]]
-    """Number and seconds."""
+    """(number, seconds) of each step that copied something."""
 
     def slowdowns(self, growth_s: float) -> list[float]:
         return [seconds / (self.step_s + growth_s * (step - self.at)) - 1 for step, seconds in self.copying]
 
 
 def growth_s(layout: str, watched: list[Watched]) -> float:
-    """By how much a layout's steps become longer from one to the next."""
+    """By how many seconds a layout's steps become longer from one step to the next."""
     mine = [w for w in watched if w.layout == layout]
     return float(np.polyfit([w.at for w in mine], [w.step_s for w in mine], 1)[0]) if len(mine) > 1 else 0.0
 
 
 def add_slowdowns(rows: list[Row], watched: list[Watched]) -> list[float]:
-    """What the device's clock says, into the rows: medians of each switch, and 99th percentiles of all switches of a
-    pair, since one has few steps. Returns the slowdown of every step with copies."""
+    """Adds slowdowns by the device's clock to the rows: medians for each switch, and 99th percentiles over all switches
+    of a pair, since a single switch has few steps. Returns the slowdown of every step with copies."""
     slower = [seen.slowdowns(growth_s(seen.layout, watched)) for seen in watched]
     for row, mine in zip(rows, slower, strict=True):
         alike = [i for i, other in enumerate(rows) if other["pair"] == row["pair"]]
@@ -144,7 +144,7 @@ def add_slowdowns(rows: list[Row], watched: list[Watched]) -> list[float]:
 
 
 class Served:
-    """A model on all ranks. Rank 0's `orchestrator` drives it; others follow inside the constructor."""
+    """A model on all ranks. Rank 0's `orchestrator` drives it; other ranks execute plans inside the constructor."""
 
     def __init__(self, world: World, folder: Path, *, cache_tokens: int, **config: Any) -> None:
         self.model = load_config(folder)
@@ -167,14 +167,14 @@ class Served:
             self.steps = self.orchestrator.observer = Steps()
 
     def release(self) -> None:
-        """Rank 0, when all is done: the others go on."""
+        """For rank 0, when all is done: the others' constructors return."""
         self.orchestrator.scheduler.check_idle()
         self._world.control.send_object(None)
         self._runner.close()
 
 
 def measure(world: World, settings: Settings) -> Findings:
-    """On every rank; the findings are rank 0's."""
+    """Called on every rank; only rank 0's findings count."""
     torch.set_num_threads(1)
     runs = [_check(world, switching, settings) for switching in (True, False)] if settings.check else [{}, {}]
     rows: list[Row] = []
@@ -186,7 +186,7 @@ def measure(world: World, settings: Settings) -> Findings:
         model_folder(settings.model),
         cache_tokens=settings.batch * (max(settings.contexts) + grown),
         run_on=run_on_of(world),
-        capture_ahead=False,  # of the many shapes few come here, all in the first tour
+        capture_ahead=False,  # only few of the many shapes occur, all of them in the first tour
         simulate_routing=settings.simulate_routing,
         max_batch_tokens=settings.max_batch_tokens,
         dtype=settings.dtype,
@@ -207,10 +207,10 @@ def measure(world: World, settings: Settings) -> Findings:
 
 
 def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[int]]:
-    """Tokens of a tiny model's requests, with or without a tour of all pairs under them; on rank 0."""
+    """Tokens of a tiny model's requests, with or without a tour of all switches meanwhile; on rank 0."""
     sizes: dict[str, Any] = {"dtype": settings.check_dtype, "page_tokens": 8, "max_running": 8, "max_batch_tokens": 32}
     sizes["run_on"] = run_on_of(world)
-    # The budget stays as it is, so the requests outlive the tour.
+    # The budget does not change, so that the tour ends before the requests do.
     sizes |= {"migration_bytes": 40000, "migration_max_slowdown": 1000.0}
     served = Served(world, CONFIGS / "tiny", cache_tokens=4096, **sizes)
     told: dict[str, list[int]] = {}
@@ -235,7 +235,7 @@ def _check(world: World, switching: bool, settings: Settings) -> dict[str, list[
 
 
 def _tours(served: Served, settings: Settings, context: int, budget: int) -> tuple[list[Row], list[Watched]]:
-    """One of each for every switch that counts."""
+    """Makes the tours for a context and a budget; returns a row and a Watched for every switch that counts."""
     orchestrator, random = served.orchestrator, np.random.default_rng(SEED)
     wish = SamplingParams(max_tokens=served.model.max_positions, ignore_eos=True)
     names = [f"{budget}.{context}.{i:04d}" for i in range(settings.batch)]
@@ -267,7 +267,7 @@ def _tours(served: Served, settings: Settings, context: int, budget: int) -> tup
 
 
 def _switch(served: Served, source: Layout, target: Layout, around: int) -> tuple[Row, Watched]:
-    """One switch and the steps before it."""
+    """Measures one switch and `around` steps before it."""
     orchestrator, steps = served.orchestrator, served.steps
     switcher = orchestrator.scheduler.switcher
     for _ in range(WARMUP):
@@ -290,7 +290,8 @@ def _switch(served: Served, source: Layout, target: Layout, around: int) -> tupl
 
 
 def _rate(served: Served, steps: Steps) -> float | None:
-    """GB/s of the mean rank in the steps in which pages or weights move between ranks; None if none do."""
+    """GB/s that a rank sends, on average over ranks, in steps that move pages or weights between ranks; None if there
+    are none."""
     ranks, sent, seconds = len(served.sizes.heads), 0, 0.0
     for plan, result in steps.done:
         early = msgspec.structs.replace(plan, late_moves=plan.late_moves[:0])
@@ -307,7 +308,7 @@ def _timed(orchestrator: Orchestrator) -> float:
 
 
 def _row(record: Record, plain: list[float], during: list[float]) -> Row:
-    """plain, during: seconds of turns before the switch, and of those of which it was a part."""
+    """A switch's row. plain, during: seconds of turns before the switch, and of turns during it."""
     base = median(plain)
     row: Row = {f"{state}_ms": 1e3 * record.seconds_in.get(state, 0.0) for state in STATES}
     row |= {f"{state}_steps": record.steps_in.get(state, 0) for state in STATES}

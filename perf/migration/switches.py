@@ -1,9 +1,9 @@
 """The 12 switches between layouts under a steady load: `python -m perf.migration.switches --help`.
 
 Starts mpirun for each number of ranks, prints tables, and writes perf/results/migration/{states,bytes,cost}.json with
-their reports. Each number is the median over tours. Slowdown is that of the steps that a switch is part of, as rank 0
-sees them, against those just before it, which have the old layout and the same requests; on the device, it is that of
-the steps that copy something. p99: the 99th percentile of the former over that of the latter, less 1.
+their reports. Each number is the median over tours. "Slowdown" compares a switch's steps, as rank 0 sees them, with the
+steps just before it, which have the old layout and the same requests; "on the device", it compares only the steps that
+copy something. p99: the 99th percentile of a switch's steps over that of the steps before it, less 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATES_VIEW = harness.View(x="context", y="ms", series="pair", panels=("ranks", 
 BYTES_VIEW = harness.View(x="context", y="kib", series="pair", panels=("ranks", "budget_kib", "kind"))
 COST_VIEW = harness.View(x="context", y="value", series="pair", panels=("ranks", "budget_kib", "figure"))
 TIME_LIMIT_S = 3600.0
-SOME_STEPS = 24  # of a switch
+SOME_STEPS = 24  # about how many steps a switch takes
 TITLES = {
     "states": "Time in each state of a switch",
     "bytes": "What a switch moves between ranks and inside them",
@@ -41,18 +41,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m perf.migration.switches")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--run-on", default="cpu", choices=RUN_ON_PLACES)
-    parser.add_argument("--model", default="small", help="a folder of perf/configs, or the path of another")
+    parser.add_argument("--model", default="small", help="name of a folder in perf/configs, or path of another folder")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--check-dtype", default="float64", help="of the check's tiny model")
+    parser.add_argument("--check-dtype", default="float64", help="dtype of the check's tiny model")
     parser.add_argument("--simulate-routing", default="", choices=SIMULATED_ROUTING)
     parser.add_argument("--max-batch-tokens", type=int, default=2048)
-    parser.add_argument("--prefix", default="", help="of the results' names")
+    parser.add_argument("--prefix", default="", help="prefix of the results' names")
     parser.add_argument("--batch", type=int, default=8, help="requests that decode all the time")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--budgets", type=int, nargs="+", default=[1 << 20], help="migration_bytes at the start")
-    parser.add_argument("--max-slowdown", type=float, default=1000.0, help="at which budgets shrink; by default never")
+    parser.add_argument("--max-slowdown", type=float, default=1000.0, help="at which budgets shrink; default: never")
     parser.add_argument("--switch-deadline-s", type=float, default=600.0, help="a switch that takes longer fails")
-    parser.add_argument("--rounds", type=int, default=4, help="tours of all pairs, the first of which is thrown away")
+    parser.add_argument("--rounds", type=int, default=4, help="tours of all switches; the first one is not counted")
     parser.add_argument("--quick", dest="check", action="store_false", help="print a summary; no check, no results")
     parser.add_argument("--around", type=int, default=8, help="steps before each switch; in the first tour 8 at most")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
@@ -66,15 +66,15 @@ def settings_of(options: argparse.Namespace, ranks: int) -> Settings:
 
 
 def expected_steps(settings: Settings) -> int:
-    """Of all tours with one number of ranks, if a switch takes SOME_STEPS. What takes how long: at 12 ms a step 3 tours
-    with --around 60 take 31 s, besides the start, the graphs that the first tour captures, and the check."""
+    """About how many steps all tours with one number of ranks take. For example, at 12 ms a step 3 tours with --around
+    60 take 31 s, besides the start, capturing graphs in the first tour, and the check."""
     arounds = [min(settings.around, FIRST_AROUND)] + [settings.around] * (settings.rounds - 1)
     tours = sum((len(TOUR) - 1) * (WARMUP + around + SOME_STEPS) for around in arounds)
     return tours * len(settings.budgets) * len(settings.contexts)
 
 
 def measure(settings: Settings) -> Findings:
-    """Run the ranks and wait. Raises CalledProcessError when they fail; why is on stderr."""
+    """Runs the ranks and waits for them. Raises CalledProcessError if they fail; the reason is on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "settings.json", Path(folder) / "findings.json"
         given.write_bytes(msgspec.json.encode(settings))
@@ -86,7 +86,7 @@ def measure(settings: Settings) -> Findings:
 
 
 def same_tokens(findings: Sequence[Findings]) -> str:
-    """A tour of switches changed no token; AssertionError names the first request where it did."""
+    """The check: a tour of switches changed no token. AssertionError names the first request for which it did."""
     for found in findings:
         for request_id, tokens in found.plain.items():
             assert found.switched[request_id] == tokens, f"request {request_id} was told something else"
@@ -95,7 +95,8 @@ def same_tokens(findings: Sequence[Findings]) -> str:
 
 
 def cells(rows: Sequence[harness.Row], panel: str, columns: dict[str, str], value: str) -> list[harness.Row]:
-    """One row for each cell and each of `columns` (name in column `panel`: column of `rows`), the cell's median."""
+    """Medians over rounds: a row for each cell and each of `columns` (the name to put into column `panel`: the column
+    of `rows` to take)."""
     keys = ("ranks", "budget_kib", "pair", "context")
     out: list[harness.Row] = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
@@ -108,7 +109,7 @@ def cells(rows: Sequence[harness.Row], panel: str, columns: dict[str, str], valu
 
 
 def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[harness.Row]]]:
-    """Rows of each result, by its name."""
+    """The view and the rows of each result, by its name."""
     states = cells(rows, "state", {state: f"{state}_ms" for state in STATES}, "ms")
     steps = cells(rows, "state", {state: f"{state}_steps" for state in STATES}, "steps")
     for row, other in zip(states, steps, strict=True):
@@ -133,7 +134,8 @@ def tables(rows: Sequence[harness.Row]) -> dict[str, tuple[harness.View, list[ha
 
 
 def summary(ranks: int, found: Findings) -> str:
-    """All switches of one number of ranks in a few lines, each by its median, and its worst percent or least."""
+    """Text on all switches with one number of ranks: figures with their median, 1st and 99th percentile, and medians
+    for each pair."""
     lines = [f"{ranks} ranks, {len(found.rows)} switches, {len(found.slowdowns)} steps with copies"]
     figures = {
         "slowdown of a step with copies, %": [1e2 * x for x in found.slowdowns],
@@ -182,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = model_folder(options.model)
     config["model"] = folder.name
     config["model_config"] = msgspec.json.decode((folder / "config.json").read_bytes())
-    settings = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
+    settings = harness.without(arguments, "--remark", "--results")
     settings = [folder.name if word == options.model else word for word in settings]
     p = harness.provenance(config, "perf.migration.switches", settings, options.remark)
     for name, (view, rows) in tables([row for found in findings for row in found.rows]).items():

@@ -1,1 +1,1 @@
-"""What clients of `splash-trt serve` see: tokens per second, first tokens, time per token, and a rollout's makespan."""
+"""Benchmarks of what clients of `splash-trt serve` see: tokens/s, times to the first and per token, makespan."""

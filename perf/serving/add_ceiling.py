@@ -1,6 +1,6 @@
-"""Puts the ceiling into a rollout's result: `python -m perf.serving.add_ceiling RESULT --step-times FOLDER`.
+"""Adds the ceiling to a rollout's result: `python -m perf.serving.add_ceiling RESULT --step-times FOLDER`.
 
-For step times that were measured after it. The result and its report are written anew.
+For step times that were measured after the rollout. Overwrites the result and its report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perf.serving.rollout import CEILING, ceiling_rows, lengths, with_ratios
 
 
 def with_ceiling(result: harness.Result, times: StepTimes) -> harness.Result:
-    """A ceiling that it has already is replaced."""
+    """The result with a ceiling, which replaces one that it has already."""
     config = result.provenance.config
     load = {name: config[name] for name in ("prompts", "median", "sigma", "most")}
     rows = [row for row in result.rows if row["layout"] != CEILING]
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--step-times", type=Path, required=True,
                         help="folder with step_time.json and prefill.json of perf.engines.step_time")  # fmt: skip
-    parser.add_argument("--step-times-prefix", default="", help="of those two files' names")
+    parser.add_argument("--step-times-prefix", default="", help="prefix of those two files' names")
     options = parser.parse_args(arguments)
     result = harness.read(options.result)
     times = StepTimes.read(options.step_times, result.provenance.config["ranks"], options.step_times_prefix)

@@ -1,7 +1,8 @@
-"""How fast a rollout could be at most: each step in the layout that is fastest for it, switches free, room for all.
+"""The ceiling: how fast a rollout could be if each step had the layout that is fastest for it, switches cost nothing,
+and there were room for all requests.
 
-Reckoned from the measured step times of perf.engines.step_time: decode medians by batch and context, and the best rate
-at which a prompt was prefilled.
+Computed from the step times that perf.engines.step_time has measured: decode medians by batch and context, and the
+highest rate at which a prompt was prefilled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from perf import harness
 
 
 class StepTimes:
-    """Milliseconds of decode steps by layout, between the measured cells linear in the logarithms."""
+    """Milliseconds of decode steps by layout; between measured cells interpolated linearly in the logarithms."""
 
     def __init__(self, decode: Sequence[harness.Row], prefill: Sequence[harness.Row]) -> None:
         self._grids = {layout: _grid([row for row in decode if row["layout"] == layout]) for layout in _layouts(decode)}
@@ -23,7 +24,8 @@ class StepTimes:
 
     @classmethod
     def read(cls, folder: Path, ranks: int, prefix: str = "") -> StepTimes:
-        """Of so many ranks, from a folder's step_time.json and prefill.json; ValueError if they are refused."""
+        """The times for a number of ranks, from a folder's step_time.json and prefill.json. ValueError if these are
+        refused."""
         files = [harness.read(folder / f"{prefix}{name}.json").rows for name in ("step_time", "prefill")]
         decode, prefill = ([row for row in rows if row["ranks"] == ranks] for rows in files)
         return cls(decode, prefill)
@@ -33,7 +35,7 @@ class StepTimes:
         return list(self._grids)
 
     def decode_ms(self, layout: str, batch: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """batch, context [n] -> [n]; outside of what was measured the nearest cell's."""
+        """batch, context [n] -> milliseconds [n]; outside of what was measured, those of the nearest cell."""
         batches, contexts, log_ms = self._grids[layout]
         i, u = _between(batches, batch)
         j, v = _between(contexts, context)
@@ -43,7 +45,7 @@ class StepTimes:
 
 
 def rollout_s(times: StepTimes, prompt: int, outputs: Sequence[int], layouts: Sequence[str]) -> float:
-    """Seconds until all of the answers are there, in the best of `layouts` at each step. All prompts come at once."""
+    """Seconds until all answers are complete, with the best of `layouts` at each step. All prompts come at once."""
     lengths = np.sort(np.asarray(outputs))
     step = np.arange(1, int(lengths[-1]))  # the first token of each comes with its prompt
     batch = len(lengths) - np.searchsorted(lengths, step, side="right")
@@ -56,8 +58,8 @@ def _layouts(rows: Sequence[harness.Row]) -> list[str]:
 
 
 def _grid(rows: Sequence[harness.Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logarithms of batches [b] and contexts [c], and of milliseconds [b, c]; a cell that was left out takes the value
-    of the next smaller context. A single value of an axis stands twice."""
+    """Logarithms of batches [b], of contexts [c] and of milliseconds [b, c]. A cell that was left out has the value of
+    the next smaller context. If an axis has a single value, that is repeated."""
     batches = sorted({float(row["batch"] or 0) for row in rows})
     contexts = sorted({float(row["context"] or 0) for row in rows})
     known = {(row["batch"], row["context"]): float(row["median_ms"] or 0) for row in rows}
@@ -72,7 +74,8 @@ def _grid(rows: Sequence[harness.Row]) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def _between(axis: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the cell's lower end and the share of the way to its upper one."""
+    """For each value the index of the lower end of its interval on the axis, and how far it is towards the upper end, 0
+    to 1."""
     x = np.log(np.maximum(values, 1))
     index = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
     width = axis[index + 1] - axis[index]

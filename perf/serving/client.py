@@ -1,7 +1,8 @@
-"""One process of closed-loop clients: each sends its next request when its last one has ended. load.py starts it.
+"""A process of closed-loop clients: each sends its next request when its last one has ended. load.py starts it.
 
-A Job comes as JSON on the first line of stdin; "ready" goes out; the next line on stdin is the start; all Answers go
-out as JSON. Prompts are random token ids, streams are asked for token ids without text, and tokens are counted in them.
+It reads a Job as JSON from the first line of stdin, writes "ready", begins when it reads another line, and writes all
+Answers as JSON. Prompts are random token ids. Streams are asked for with token ids and without text, and tokens are
+counted in them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 import aiohttp
 import msgspec
 
-FIRST_ID = 1000  # below may be ids with a meaning
+FIRST_ID = 1000  # lower ids may have a special meaning
 DATA = b"data: {"
 MAX_LINE_BYTES = 1 << 20
 
@@ -26,9 +27,9 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
 
     prompt: int
     output: int
-    """When the client has had enough."""
+    """After so many tokens the client has enough."""
     max_tokens: int
-    """What it asks for; where that is more, it leaves in mid-stream, as one does whose answer has come."""
+    """What the client asks for. If this is more than `output`, it leaves in the middle of the stream."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """begin, first, end: seconds of the machine's monotonic clock: sent, first token read, last token read."""
+    """begin, first, end: when it was sent, when its first and when its last token was read, in seconds of the machine's
+    monotonic clock."""
 
     begin: float
     first: float
@@ -76,7 +78,7 @@ def body(job: Job, wish: Wish, rng: random.Random) -> dict[str, object]:
 
 
 def tokens_of(line: bytes) -> int:
-    """In one line of a stream of server-sent events."""
+    """The number of tokens in one line of a stream of server-sent events."""
     if not line.startswith(DATA):
         return 0
     return sum(len(choice.token_ids or ()) for choice in _decoder.decode(line[len(DATA) - 1 :]).choices)
@@ -129,7 +131,7 @@ async def drive(job: Job) -> list[Answer]:
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.readline(), type=Job)
     print("ready", flush=True)
-    if sys.stdin.readline():  # without a start the parent has gone
+    if sys.stdin.readline():  # empty if the parent is gone
         sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(drive(job))))
 
 

@@ -23,30 +23,30 @@ AUTO = "auto"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """What says how a server is started."""
+    """Adds the options that say how a server is started."""
     parser.add_argument("--model", type=Path, default=harness.ROOT / "models" / "splash-tiny",
                         help="folder with a config.json; weights are random")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--run-on", default="auto", choices=RUN_ON_WISHES)
     parser.add_argument("--dtype", default=None)
-    parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of `splash-trt serve`, as one word")
+    parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of `splash-trt serve`, one argument")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     parser.add_argument("--at", type=Path, default=None, metavar="FILE",
-                        help="of perf.serving.hold: its server, of the same flags; default: our own")  # fmt: skip
+                        help="use perf.serving.hold's server, of the same flags; default: our own")  # fmt: skip
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS, AUTO], choices=[*LAYOUTS, AUTO])
-    parser.add_argument("--processes", type=int, default=4, help="of clients")
+    parser.add_argument("--processes", type=int, default=4, help="number of client processes")
     parser.add_argument("--floor", default=None, metavar="DEVICE",
-                        help="whose floors stand beside the numbers: a built-in description or a file")  # fmt: skip
-    parser.add_argument("--name", default=None, help="of the result")
+                        help="add the least times on this device: a built-in description or a file")  # fmt: skip
+    parser.add_argument("--name", default=None, help="the result's name")
     parser.add_argument("--remark", default="nothing is known of what else the machine was doing")
     parser.add_argument("--results", type=Path, default=harness.RESULTS)
 
 
 def flags(options: argparse.Namespace) -> list[str]:
-    """For `splash-trt serve`. It starts in TP and may go anywhere."""
+    """The flags of `splash-trt serve`. The server starts in TP and may switch to every layout."""
     out = ["--model", str(options.model.resolve()), "--load", "dummy", "--simulate-routing", "uniform"]
     out += ["--ranks", str(options.ranks), "--run-on", options.run_on, "--log-level", "warning"]
     if options.dtype:
@@ -55,14 +55,15 @@ def flags(options: argparse.Namespace) -> list[str]:
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """What perf.serving.hold writes of its server."""
+    """What perf.serving.hold writes about its server."""
 
     port: int
     flags: list[str]
 
 
 def server(options: argparse.Namespace) -> contextlib.AbstractContextManager[Server]:
-    """One of our own, or that of --at; ValueError if it is gone, or has other flags than the result would tell of."""
+    """A server that is started here, or that of --at. ValueError if that is gone, or has other flags than the result
+    would name."""
     wanted = flags(options)
     if options.at is None:
         return Started(wanted)
@@ -94,7 +95,8 @@ def model_of(options: argparse.Namespace) -> ModelConfig:
 def provenance(
     options: argparse.Namespace, module: str, arguments: list[str], done: Collection[str]
 ) -> harness.Provenance:
-    """Folders by their names, and the model's config.json in full: where they lie on a machine is nobody's matter.
+    """The provenance of a result. Folders are given by their names, not their places on this machine, and the model's
+    config.json is given in full.
 
     done: the layouts that were measured; the remark says which were not.
     """
@@ -104,7 +106,6 @@ def provenance(
     folders = {name: value for name, value in config.items() if isinstance(value, Path)}
     config |= {name: value.name for name, value in folders.items()}
     config["model_config"] = msgspec.json.decode((options.model / "config.json").read_bytes())
-    told = harness.without(arguments, "--remark", options.remark, "--results", str(options.results))
-    told = harness.without(told, "--at", str(options.at))
+    told = harness.without(arguments, "--remark", "--results", "--at")
     short = {str(value): value.name for value in folders.values()}
     return harness.provenance(config, module, [short.get(word, word) for word in told], remark)

@@ -1,7 +1,7 @@
-"""A server that several benchmarks use, since one on GPUs takes a minute to start: `python -m perf.serving.hold FILE`.
+"""Keeps a server for several benchmarks, since one on GPUs takes a minute to start: `python -m perf.serving.hold FILE`.
 
-Its options are those of perf.serving.measure and rollout that say how a server is started. FILE appears when it is
-ready, and is what their --at wants. It is ended by SIGTERM or SIGINT, and FILE goes.
+Its options are those of perf.serving.measure and rollout that say how a server is started. FILE appears when the server
+is ready, and is to be given to their --at. SIGTERM or SIGINT ends the server and removes FILE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check(file: Path) -> None:
-    """ValueError where FILE could not appear: a server on GPUs takes a minute to start for nothing."""
+    """ValueError if FILE could not be written later: a server on GPUs would have been started in vain."""
     if os.path.lexists(file):
         raise ValueError(f"file: {file} is there already: another server is held by it, or one that was killed was")
     if not file.parent.is_dir():
@@ -35,7 +35,7 @@ def check(file: Path) -> None:
 
 
 def publish(held: deployment.Held, file: Path) -> None:
-    """All of it at once; FileExistsError if another has come first."""
+    """Makes FILE appear, complete. FileExistsError if another server's is there by now."""
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         part.write_bytes(msgspec.json.encode(held))
@@ -45,7 +45,7 @@ def publish(held: deployment.Held, file: Path) -> None:
 
 
 def withdraw(held: deployment.Held, file: Path) -> None:
-    """Removes what `publish` has put there, if it came to that, and no other server's."""
+    """Removes FILE if `publish` has made it appear, but not another server's."""
     if file.exists() and file.read_bytes() == msgspec.json.encode(held):
         file.unlink()
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     check(options.file)
     flags = deployment.flags(options)
-    # Before the server starts, so that one which is on its way ends as well.
+    # Set before the server starts, so that they also end a server that is still starting.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with Started(flags) as server:

@@ -1,4 +1,4 @@
-"""Loads a server from several client processes at once, and says what they saw."""
+"""Loads a server from several client processes at once, and sums up what they saw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER_S = 3600.0
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of clients that go on until so many requests are done; lengths in tokens."""
+    """A number of clients, and how many requests they send in all; lengths are in tokens."""
 
     clients: int
     prompt: int
@@ -39,7 +39,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 def run(
     url: str, model: str, vocab_size: int, wishes: Sequence[Wish], *, clients: int, processes: int, seed: int
 ) -> list[Answer]:
-    """Every wish once, by so many clients; in no order. Raises CalledProcessError if a client process fails."""
+    """Sends every wish once, from this many clients in this many processes; returns the answers, in no order. Raises
+    CalledProcessError if a client process fails."""
     processes = min(processes, clients, len(wishes))
     started = []
     for number in range(processes):
@@ -80,8 +81,8 @@ def run(
 
 
 def figures(answers: Sequence[Answer]) -> harness.Row:
-    """tokens_per_s over the time from the first request to the last token; of whole answers first-token time and time
-    per output token after it, in milliseconds."""
+    """tokens_per_s, over the time from the first request to the last token; and percentiles over complete answers of
+    the time to the first token (ttft) and of the time per output token after it (tpot), in milliseconds."""
     good = [answer for answer in answers if not answer.failure]
     took = max(a.end for a in answers) - min(a.begin for a in answers)
     row: harness.Row = {
@@ -98,7 +99,7 @@ def figures(answers: Sequence[Answer]) -> harness.Row:
 
 
 def _percentile(seconds: Sequence[float], share: float) -> float | None:
-    """The value that so large a share is below, in milliseconds."""
+    """The value that a `share` of all values is below, in milliseconds."""
     if not seconds:
         return None
     return round(float(np.sort(seconds)[min(len(seconds) - 1, int(len(seconds) * share))]) * 1e3, 3)

@@ -1,7 +1,8 @@
-"""Tokens per second, first tokens and time per token of `splash-trt serve`: `python -m perf.serving.measure --help`.
+"""Tokens/s, time to first token and time per token of `splash-trt serve`: `python -m perf.serving.measure --help`.
 
-One server with random weights and uniform random routing; every case under every layout in turn, pinned, then under
-auto. cache_tokens is the room of a layout, over all ranks. Writes perf/results/serving/<name>.{json,md,png}.
+One server, with random weights and uniform random routing, serves every case under every layout in turn (pinned), then
+under auto. cache_tokens: how many tokens a layout's cache holds, over all ranks. Writes
+perf/results/serving/<name>.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cases", type=Case.parse, nargs="+", default=[Case.parse(text) for text in CASES],
                         metavar="CLIENTSxPROMPTxOUTPUTxREQUESTS")  # fmt: skip
     parser.add_argument("--warmup", type=Case.parse, default=Case.parse("8x64x16x16"),
-                        metavar="CASE", help="before each layout's cases, not counted")  # fmt: skip
+                        metavar="CASE", help="run before each layout's cases, not counted")  # fmt: skip
     return parser.parse_args(arguments)
 
 
 def floors(floor: Floor | None, layout: str, case: Case) -> harness.Row:
-    """The least time per output token, first token and experts per layer that the case allows."""
+    """The least times per output token and to the first token that a case could have, and the expected number of
+    distinct experts used in a layer."""
     if floor is None:
         return {}
     layouts = [Layout.parse(layout)] if layout != deployment.AUTO else list(Layout)
@@ -73,7 +75,8 @@ def _sizes(case: Case) -> harness.Row:
 
 
 def all_told(rows: Sequence[harness.Row], counted: int) -> str:
-    """Every stream had the tokens that were asked for, and the server counted as many; AssertionError if not."""
+    """The check: every stream had the tokens that were asked for, and the server counted as many. AssertionError if
+    not."""
     failed = sum(int(row["failed"] or 0) for row in rows)
     asked = sum(int(row["requests"] or 0) * int(row["output"] or 0) for row in rows)
     assert failed == 0, f"{failed} streams failed"
@@ -88,7 +91,7 @@ def result_of(
     measured: Sequence[harness.Row],
     told: int,
 ) -> harness.Result:
-    """Of the layouts measured so far, when the server has told so many tokens."""
+    """The result for the layouts measured so far. told: the number of tokens that the server has counted."""
     room = {str(row["layout"]): row["cache_tokens"] for row in measured}
     tokens = ", ".join(f"{layout} {count:,}" for layout, count in room.items() if count is not None)
     rows = []
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
             asked = sum(int(row["requests"] or 0) * int(row["output"] or 0) for row in measured)
             counted = server.output_tokens(at_least=before + asked) - before
             result = result_of(options, arguments, floor, measured, counted)
-            if result.check.passed:  # whatever comes after it
+            if result.check.passed:  # kept, whatever happens later
                 report.publish(result, options.results)
     print(report.markdown(result))
     report.publish(result, options.results)

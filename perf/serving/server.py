@@ -1,4 +1,4 @@
-"""What a benchmark asks of a `splash-trt serve`, and one of our own for its time."""
+"""A `splash-trt serve` as benchmarks use it: requests to one that is running, and one that a benchmark starts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import Any
 from perf import harness
 from splash_trt import environment
 
-START_S = 1200.0  # weights of tens of gigabytes, kernels to compile, graphs to capture
+START_S = 1200.0  # time for weights of tens of gigabytes, kernels to compile and graphs to capture
 SWITCH_S = 120.0
 METRICS_S = 10.0
 END_S = 60.0
 ASK_S = 120.0
-FRONTENDS_S = 2.5  # within which each has told the others its numbers
+FRONTENDS_S = 2.5  # within this time each frontend has told the others its numbers
 MODEL_NAME = "model"
 
 
 class Server:
-    """One on this host that is ready."""
+    """A server on this host that is ready."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+        """Sends a request; returns the answer's status and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ASK_S)
         try:
             data = None if body is None else json.dumps(body)
@@ -50,16 +50,17 @@ class Server:
         return json.loads(data)
 
     def go_to(self, layout: str) -> None:
-        """Serve in this layout until told otherwise; or "auto"."""
+        """Has the server serve in this layout (pinned), or in mode "auto", and waits until it does."""
         body = {"layout": layout} if layout == "auto" else {"layout": layout, "pin": True}
         status, data = self.ask("POST", "/v1/layout", body)
         assert status == 200, data
         _wait_until(lambda: self._serves(layout), SWITCH_S, f"the server does not get to {layout}")
 
     def output_tokens(self, at_least: int) -> int:
-        """That the server says it has told its clients since its start.
+        """How many output tokens the server says that it has sent to clients since its start.
 
-        Several frontends tell each other their numbers now and then, so fewer than at_least are asked for again.
+        Several frontends tell each other their numbers only now and then. So if it says fewer than at_least, it is
+        asked again for a while.
         """
         end = time.monotonic() + METRICS_S
         while True:
@@ -71,7 +72,8 @@ class Server:
             time.sleep(0.2)
 
     def settled_output_tokens(self) -> int:
-        """The same of a server that may have served before, when all frontends have told the last ones."""
+        """The same for a server that may have served before: waits until all frontends have told each other everything.
+        """
         told, before = self.output_tokens(at_least=0), -1
         while told != before:
             time.sleep(FRONTENDS_S)
@@ -79,7 +81,7 @@ class Server:
         return told
 
     def cache_tokens(self, layout: str) -> int | None:
-        """Room in that layout, over all ranks; None for "auto"."""
+        """How many tokens the layout's cache holds, over all ranks; None for "auto"."""
         room = self.get("/v1/layout")["capacity"].get(layout)
         return None if room is None else int(room["tokens_total"])
 
@@ -98,7 +100,7 @@ class Server:
 
 
 class Started(Server):
-    """Started with these flags of `splash-trt serve`, and waited for; a context manager that ends it."""
+    """A server that is started with these flags of `splash-trt serve`, and waited for; as a context manager it ends."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         with socket.socket() as probe:
@@ -131,7 +133,7 @@ class Started(Server):
             self._kill()
 
     def wait_until_ended(self) -> None:
-        """It should not end by itself."""
+        """Waits until the server's process ends, which it should not do by itself."""
         self._process.wait()
 
     def _ready(self) -> bool:
@@ -143,7 +145,7 @@ class Started(Server):
             return False
 
     def _kill(self) -> None:
-        """The supervisor's process group; ranks follow it by their lifelines."""
+        """Kills the supervisor's process group; ranks end with it by their lifelines."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -1,8 +1,8 @@
-"""Triton: absorbed queries of few tokens in one launch; of many, a rotation and torch's product.
+"""Triton: computes absorbed queries. For few tokens this is one launch; for many, torch's product and a rotation.
 
-A queries, H heads, L kv latent, R rope part, W = L + R. A program takes one head, up to 64 queries and a tile of the
-latent's columns, or, past the last tile, the rope part. The time is that of reading H nope L weights, which begins
-before the queries are there.
+A queries, H heads, L KV latent, R rope part, W = L + R. A program takes one head, up to 64 queries, and a tile of the
+latent's columns or, in the program after the last tile, the rope part. The time is that of reading H nope L weights,
+which begins before the queries are there.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.

@@ -1,6 +1,6 @@
-"""From queries to absorbed queries, which score latent rows directly, plain torch.
+"""Computes absorbed queries, whose products with latent rows are the scores, in plain torch.
 
-A queries, H heads, L kv latent, R rope part, W = L + R.
+A queries, H heads, L KV latent, R rope part, W = L + R.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from splash_engines import ops
 def absorb(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, w_uk: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """q [A, H, nope + R], not rotated and left so; w_uk [H, nope, L]; cos, sin [A, R / 2]. Writes out [A, H, W]."""
+    """Writes out [A, H, W]: q's nope part times w_uk, and its rope part rotated. q [A, H, nope + R], not rotated, stays
+    as it is; w_uk [H, nope, L]; cos, sin [A, R / 2]."""
     nope, latent = w_uk.shape[1:]
     torch.bmm(q[..., :nope].transpose(0, 1), w_uk, out=out[..., :latent].transpose(0, 1))
     out[..., latent:] = ops.apply_rope(q[..., nope:], cos, sin, interleaved)

@@ -1,6 +1,7 @@
 """Triton: writes new cache rows into their pages, one program a row. T rows of W numbers, P pages of S rows.
 
-The GPU runtime appends in the kernel that makes the rows (plugins/latent_rows); this is for rows that exist already.
+The kernel that makes rows on GPUs (plugins/latent_rows) writes them into pages itself; this one is for rows that exist
+already.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.

@@ -1,4 +1,5 @@
-"""cache_append's kernel as TensorRT calls it. The pool is [P, layers, S, W], in and out at the same address."""
+"""cache_append's kernel with the arguments that TensorRT passes. The pool is [P, layers, S, W], input and output at the
+same address."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +25,7 @@ def cache_append_plugin(
 
 
 def entry(dtype: str, pool: tuple[int, int, int], layer: int) -> Entry:
-    """pool: (layers, S, W). Grid: one program a new row."""
+    """What to compile. pool: (layers, S, W). Grid: one program a new row."""
     layers, page_tokens, width = pool
     return Entry(
         function=cache_append_plugin,

@@ -1,4 +1,4 @@
-"""Write new cache rows into their pages.
+"""Writes new cache rows into their pages, and reads rows from them, in plain torch.
 
 W = L + R numbers a row, n rows.
 """
@@ -9,8 +9,10 @@ import torch
 
 
 def append_rows(pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> None:
-    """pages [num_pages, page_tokens, W] of one layer, in place; rows [n, W]; page, offset [n] int32; page -1 stores
-    nothing."""
+    """pages[page[i], offset[i]] = rows[i], in place; nothing where page[i] is -1.
+
+    pages [num_pages, page_tokens, W] of one layer; rows [n, W]; page, offset [n] int32.
+    """
     kept = page >= 0
     count = int(kept.sum())
     if count == len(page):
@@ -20,5 +22,5 @@ def append_rows(pages: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, off
 
 
 def gather_rows(pages: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
-    """The inverse: fills out [C, W] with pages[page, offset]; page, offset [C] int32, zeros where page is -1."""
+    """out[i] = pages[page[i], offset[i]]; zeros where page[i] is -1. out [C, W]; page, offset [C] int32."""
     out.copy_(torch.where((page >= 0)[:, None], pages[page.clamp(min=0).long(), offset.long()], 0))

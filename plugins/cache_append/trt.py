@@ -1,4 +1,4 @@
-"""splash::cache_append: new cache rows into their pages, in place. As reference.py's append_rows."""
+"""TensorRT plugin splash::cache_append: writes new cache rows into their pages, as reference.py's append_rows."""
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
@@ -14,7 +14,8 @@ NAME = "splash::cache_append"
 
 
 def register(target: GPUTarget) -> None:
-    """pool [P, layers, S, W], rows [T, W], page, offset [T] int32 (page -1: nothing); the pool again, in place."""
+    """Inputs: pool [P, layers, S, W], rows [T, W], page, offset [T] int32 (page -1: not written). Output: the pool, in
+    place."""
 
     @trtp.register(NAME)
     def describe(

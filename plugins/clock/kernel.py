@@ -1,4 +1,4 @@
-"""Writes the GPU's time to memory, in the stream's order."""
+"""Triton: writes the GPU's time to memory, in the stream's order."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def stamp_kernel(out):
 
 
 def stamp(out: torch.Tensor) -> None:
-    """out [1] int64: nanoseconds, from a beginning that all GPUs of a host share."""
+    """out [1] int64: nanoseconds, counted from the same moment on all GPUs of a host."""
     stamp_kernel[(1,)](out, num_warps=1)

@@ -1,7 +1,8 @@
-"""DOP's exchange as TensorRT calls it: put rows into this rank's mailbox, then read them out of all mailboxes.
+"""DOP's exchange with the arguments that TensorRT passes: a rank puts rows into its mailbox, then reads from all.
 
-N ranks, A tokens, B of them owned here, H heads, h_r of rank r. A mailbox is that of plugins/peer_rows/kernel.py, whose
-meeting the reading kernels begin with: so puts of two exchanges in a row go to two places (`start`), by turns.
+N ranks, A tokens, B of them owned by this rank, H heads, h_r of rank r. Mailboxes are those of
+plugins/peer_rows/kernel.py, and the kernels that read begin with its meeting. A rank may put the next exchange's rows
+while others still read this one's, so exchanges use two places (`start`) in turn.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -18,9 +19,9 @@ from splash_plugins.aot import Entry
 from splash_plugins.peer_rows.kernel import MAX_BLOCKS, MAX_RANKS, pick_rows_kernel, to_owners_kernel
 
 PROGRAMS = 64
-"""Of the reading kernels: the same on all ranks, and few enough to run beside others."""
+"""Programs of the kernels that read: the same number on all ranks, and few enough to run beside other kernels."""
 BLOCK = 1024
-ALIGN = 16  # bytes, that loads want to begin at
+ALIGN = 16  # bytes; wide loads begin at multiples of it
 
 
 @triton.jit
@@ -56,7 +57,8 @@ def dop_return_plugin(
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """start: where the rows lie in every mailbox, in numbers of the dtype. meet: False for a test without peers."""
+    """Where an exchange's rows lie. start: in every mailbox, in numbers of the dtype. rank: this one; size: the number
+    of ranks. meet: False for a test without peers."""
 
     dtype: str
     item_bytes: int
@@ -81,7 +83,7 @@ class Box:
 
 
 def put_entry(dtype: str, start: int) -> Entry:
-    """Grid: numbers by BLOCK; the scalar is how many there are."""
+    """What to compile to put rows. Grid: numbers by BLOCK; the scalar is how many numbers there are."""
     return Entry(
         function=dop_put_plugin,
         inputs={"box": dtype, "rows": dtype},
@@ -92,7 +94,7 @@ def put_entry(dtype: str, start: int) -> Entry:
 
 
 def exchange_entry(box: Box, heads: int, width: int) -> Entry:
-    """out [B, H, W]: all heads of the tokens owned here. Grid: PROGRAMS; the scalar is B."""
+    """What to compile for out [B, H, W]: all heads of the tokens owned here. Grid: PROGRAMS; the scalar is B."""
     return Entry(
         function=dop_exchange_plugin,
         inputs={"box": box.dtype, "bases": "*i64", "owned": "*i32"},
@@ -103,7 +105,8 @@ def exchange_entry(box: Box, heads: int, width: int) -> Entry:
 
 
 def return_entry(box: Box, heads: int, first_head: int, own_heads: int, latent: int) -> Entry:
-    """out [A, h_r, L]: own heads of all tokens, from their owners' [B, H, L]. Grid: PROGRAMS; the scalar is A."""
+    """What to compile for out [A, h_r, L]: this rank's heads of all tokens, from their owners' [B, H, L]. Grid:
+    PROGRAMS; the scalar is A."""
     start = (box.start + first_head * latent) * box.item_bytes
     return Entry(
         function=dop_return_plugin,

@@ -1,7 +1,8 @@
-"""splash::dop_put, dop_exchange and dop_return: DOP's queries to their owners and the latent outputs back.
+"""TensorRT plugins splash::dop_put, dop_exchange and dop_return: bring DOP's queries to the tokens' owners, and the
+latent outputs back.
 
-As plugin_kernel.py: rows are put into this rank's mailbox, which a network takes as an input bound by address, then
-read out of all of them. N ranks, A tokens, B of them owned here, H heads, h_r of rank r, W = L + R.
+As in plugin_kernel.py: rows are put into this rank's mailbox, which is an input of the network, bound by its address,
+and then read from all mailboxes. N ranks, A tokens, B of them owned by this rank, H heads, h_r of rank r, W = L + R.
 """
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
@@ -27,8 +28,8 @@ RETURN = "splash::dop_return"
 
 
 def register(target: GPUTarget) -> None:
-    """box [numbers]: this rank's mailbox in the rows' dtype; bases [N] int64: all mailboxes' addresses, seen from here.
-    start: where in it the rows lie, in numbers."""
+    """box [numbers]: this rank's mailbox, in the rows' dtype; bases [N] int64: all mailboxes' addresses as this rank
+    sees them. start: where the rows lie in a mailbox, in numbers."""
     _register_put(target)
     _register_exchange(target)
     _register_return(target)
@@ -39,7 +40,7 @@ def _box(box: trtp.TensorDesc, start: int, rank: int, ranks: int) -> Box:
 
 
 def _register_put(target: GPUTarget) -> None:
-    """box, rows [A, h_r, W] or [B, H, L]; the box again, in its place."""
+    """Inputs: box, rows [A, h_r, W] or [B, H, L]. Output: the box, in place."""
 
     @trtp.register(PUT)
     def describe(box: trtp.TensorDesc, rows: trtp.TensorDesc, start: int) -> trtp.TensorDesc:
@@ -54,7 +55,7 @@ def _register_put(target: GPUTarget) -> None:
 
 
 def _register_exchange(target: GPUTarget) -> None:
-    """box as dop_put left it, bases, owned [B] int32 (index below A, -1: padding); out [B, H, W]."""
+    """Inputs: box, as dop_put left it, bases, owned [B] int32 (tokens, below A; -1: padding). Output: out [B, H, W]."""
 
     @trtp.register(EXCHANGE)
     def describe(
@@ -87,7 +88,8 @@ def _register_exchange(target: GPUTarget) -> None:
 
 
 def _register_return(target: GPUTarget) -> None:
-    """box with [B, H, L] at start, bases, owner, place [A] int32 (owner -1: padding); out [A, own_heads, L]."""
+    """Inputs: box, with [B, H, L] at start, bases, owner, place [A] int32: the token's rank (-1: padding) and its place
+    among that rank's B. Output: out [A, own_heads, L]."""
 
     @trtp.register(RETURN)
     def describe(

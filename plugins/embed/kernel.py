@@ -1,4 +1,4 @@
-"""Triton: the embedding of a step's tokens, whose ids may lie on the device only. Reads and writes TD numbers."""
+"""Triton: the embedding of a step's tokens, whose ids may be known only on the device. Reads and writes TD numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def embed(
     first_id: int,
     out: torch.Tensor,
 ) -> None:
-    """As plugins/embed/reference.py; table is contiguous, so are rows of out. An empty table gives zeros."""
+    """As plugins/embed/reference.py; table and the rows of out are contiguous. An empty table gives zeros."""
     rows = len(ids)
     if rows == 0:
         return

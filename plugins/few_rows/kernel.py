@@ -1,9 +1,9 @@
 """Triton: products of few rows with weights, whose time is that of reading the weights.
 
-T rows, K numbers each, N columns of the result; I inner columns of a gated activation. A program asks for all weights
-of its columns at once, before the rows are there, and holds them in registers: the whole device then has all of the
-weights in flight. It reads all rows, from the L2. A tile is small, so that warps share the depth, not the tile: each
-multiplies its part of it, and the parts are added at the end.
+T rows, K numbers each, N columns of the result; I inner columns of a gated activation. A program loads all weights of
+its columns at once, before its rows are there, and holds them in registers; so all of the weights are in flight at the
+same time. Then it reads all rows, from the L2 cache. Tiles are small, so warps divide the depth K, not the tile: each
+multiplies its part of the depth, and the results are added at the end.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -26,7 +26,7 @@ PARTS = 8
 
 @triton.jit
 def _depth(c: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):
-    """Depths [PARTS, 1, CHUNK / PARTS] of a chunk."""
+    """The indices into the depth of chunk c, [PARTS, 1, CHUNK / PARTS]."""
     part = tl.arange(0, PARTS)[:, None, None] * (CHUNK // PARTS)
     return c * CHUNK + part + tl.arange(0, CHUNK // PARTS)[None, None, :]
 
@@ -35,7 +35,7 @@ def _depth(c: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):
 def _weights(
     w, column, column_stride, depth_stride, columns, DEPTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr
 ):
-    """[PARTS, BLOCK_N, CHUNK / PARTS] for each chunk of the depth."""
+    """The weights of some columns: [PARTS, BLOCK_N, CHUNK / PARTS] for each chunk of the depth."""
     chunks = ()
     rows = w + column.to(tl.int64)[None, :, None] * column_stride
     for c in tl.static_range((DEPTH + CHUNK - 1) // CHUNK):
@@ -94,8 +94,9 @@ def gated_kernel(
 
 
 def cut_of(rows: int, depth: int, columns: int) -> tuple[int, int]:
-    """Columns of a program and PARTS; no columns where torch's product is not slower. As measured on an H200: the deep
-    ones alone (perf/kernels_decode.py), the others in whole steps, where torch's launches overlap with no other."""
+    """(columns of a program, PARTS), measured on an H200; 0 columns where torch's product is at least as fast. Depths
+    from 1,024 on were measured alone (perf/kernels_decode.py), smaller ones in whole steps, where torch's launches do
+    not overlap with others."""
     if rows <= 16 and depth >= 1024 and columns <= 2048:
         return 16, PARTS
     if rows <= 16 and 512 <= depth < 1024 <= columns:
@@ -118,7 +119,7 @@ def linear(
 ) -> None:
     """As plugins/few_rows/reference.py; x and out are contiguous in their last axes, w in one of its two.
 
-    columns and parts: other ones than cut_of chooses.
+    columns and parts: in place of those that cut_of chooses.
     """
     rows, depth = x.shape
     if rows == 0:

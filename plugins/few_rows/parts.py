@@ -1,4 +1,4 @@
-"""A product's result in parts that are still to be added up, which the next kernel can do as it reads them.
+"""A product's result in parts that are still to be added up: the next kernel can do that as it reads them.
 
 T rows, D columns of the result.
 """
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class PartSum:
-    """[T, D], not summed yet: the sum of y [T, parts, D] float32 over its parts, in their order."""
+    """A tensor [T, D] that is still to be summed: y [T, parts, D] float32 over its parts, in their order."""
 
     y: torch.Tensor
 

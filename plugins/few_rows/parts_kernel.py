@@ -1,8 +1,9 @@
-"""Triton: products of few rows with weights that lie by depth, left as sums over parts of it for whoever reads them.
+"""Triton: products of few rows with weights w [N, K] that have stride 1 along N. The result is left in parts, one for
+each part of the depth (split-K), to be added up by whoever reads it.
 
-T rows, K numbers each, N columns. With columns enough in a program that it reads whole lines of such weights, columns
-alone do not make enough programs to have all weights in flight. So the depth is cut too, and what reads the result
-(plugins/peer_rows) adds the parts, in their order, in place of a kernel of its own.
+T rows, K numbers each, N columns. To read whole cache lines of such weights, a program needs many columns; but then
+there are too few programs to have all weights in flight. So the depth is cut too, and the kernel that reads the result
+(plugins/peer_rows) adds up the parts, in their order, so that no launch is needed for it.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -18,11 +19,12 @@ from splash_plugins.few_rows.parts import PartSum
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 MOST_ROWS = 16
-"""More are not faster than torch's product, in whole steps on an H200."""
+"""With more rows it is not faster than torch's product, in whole steps on an H200."""
 PART = 256
 """Depth of a part."""
 MOST_PARTS = 16
-"""One program adds a row's, and reads 4 bytes a column for each: as measured with 10 (GLM-4.7-Flash), not with more."""
+"""One program adds up all parts of a row and reads 4 bytes a column for each. Measured with 10 parts (GLM-4.7-Flash),
+not with more."""
 CHUNK = 128
 COLUMNS = 128
 
@@ -33,7 +35,7 @@ def parts_kernel(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out [T, parts, N]; program (tile of columns, part). All its weights are asked for before the rows are there."""
+    """out [T, parts, N]. Grid: (tiles of columns, parts). A program loads all its weights before the rows are there."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(1) * PART
     chunks = ()
@@ -55,14 +57,16 @@ def parts_kernel(
 
 
 def _fits(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether a product is one of few rows with weights by depth, large enough to be worth it and not too deep."""
+    """Whether `linear_parts` is worth it: few rows, weights w [N, K] with stride 1 along N, and a product that is large
+    but not too deep."""
     width, depth = w.shape
     few = w.stride(0) == 1 and 0 < len(x) <= MOST_ROWS and x.itemsize == 2
     return few and PART < depth <= MOST_PARTS * PART and width > COLUMNS
 
 
 def linear_parts(x: torch.Tensor, w: torch.Tensor) -> PartSum | None:
-    """What is left to sum of plugins/few_rows/reference.py's linear; None, and nothing done, where it does not fit.
+    """plugins/few_rows/reference.py's linear, with its result left in parts; None, and nothing is done, if the product
+    is not one that this kernel is for.
 
     x [T, K] is contiguous in its last axis.
     """

@@ -1,4 +1,4 @@
-"""Products of rows with weights, plain torch.
+"""Products of rows with weights, in plain torch.
 
 T rows, K numbers each, N columns of the result; I inner columns of a gated activation.
 """
@@ -17,10 +17,11 @@ def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def linear_parts(x: torch.Tensor, w: torch.Tensor) -> PartSum | None:
-    """`linear` where its result may be left to sum: here never. None: nothing is done."""
+    """`linear` with its result left in parts that are still to be summed, or None, and then nothing is done. Here
+    always None."""
     return None
 
 
 def gated(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(x gateᵀ) * (x upᵀ), [T, I], of x [T, K] and gate_up [2, I, K]; both products are rounded before."""
+    """silu(x gateᵀ) * (x upᵀ), [T, I], for x [T, K] and gate_up [2, I, K]; both products are rounded first."""
     return silu_mul(torch.mm(x, gate_up.flatten(0, 1).t()))

@@ -1,4 +1,4 @@
-"""What the device of a tensor offers a Triton kernel."""
+"""What a device offers to Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERPRETED = Device(processors=2, shared_bytes=227 * 1024, tma=True)
 
 @lru_cache(maxsize=64)
 def limits(device: torch.device) -> Device:
-    """INTERPRETED for a CPU, where kernels are interpreted."""
+    """The device's limits; INTERPRETED for a CPU, where Triton's interpreter runs kernels."""
     if device.type == "cpu":
         return INTERPRETED
     index = device.index if device.index is not None else torch.cuda.current_device()

@@ -1,7 +1,7 @@
-"""Triton: the gated experts for few tokens, where the time is that of reading each hit expert's weights once.
+"""Triton: the gated experts for few tokens, where the time is that of reading the weights of each chosen expert once.
 
-Names as in product_kernel.py, except that rows of `hidden` are pairs too. No sort: programs find an expert's pairs
-among the few there are, while others stream weights.
+Names as in product_kernel.py, except that row p of `hidden` is pair p's too. Pairs are not sorted: each program finds
+its expert's pairs among the few that there are, while others stream weights.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import triton.language as tl
 from splash_plugins.grouped_experts.product_kernel import down_tile, gate_up_tile, store_rows
 from splash_plugins.overlap_kernel import wait_for_inputs
 
-# One kernel for all their values, 1 and multiples of 16 too.
+# These arguments' values do not specialise a kernel (Triton would do so for 1 and multiples of 16).
 VARYING = ["num_pairs", "first_expert", "num_experts"]
 
 
 @triton.jit
 def _find(choice, num_pairs, candidate, first_expert, num_experts, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr):
-    """(expert here as int64, its number of pairs, ordinal [PAIRS] of each of them, -1 for others' pairs).
+    """(expert as int64, counted from this rank's first; its number of pairs; ordinal [PAIRS]: which of them a pair is,
+    -1 for pairs of others).
 
-    candidate: an expert here, or with BY_PAIR a pair, which stands for its expert if none before it does.
+    candidate: an expert of this rank; with BY_PAIR a pair, which stands for its expert if that is this rank's and no
+    earlier pair has chosen it (else the number is 0).
     """
     pair = tl.arange(0, PAIRS)
     local = tl.load(choice + pair, mask=pair < num_pairs, other=-1) - first_expert
@@ -39,7 +41,7 @@ def _find(choice, num_pairs, candidate, first_expert, num_experts, PAIRS: tl.con
 
 @triton.jit
 def _pairs_at(ordinal, row, PAIRS: tl.constexpr):
-    """The pair of each row, by its ordinal."""
+    """The pairs whose ordinals are `row`."""
     found = ordinal[None, :] == row[:, None]
     return tl.sum(tl.where(found, tl.arange(0, PAIRS)[None, :], 0), 1)
 
@@ -51,7 +53,7 @@ def few_gate_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """hidden [P, I] from x [T, D]; program (tile of columns, candidate)."""
+    """hidden [P, I] = silu(x gate) * (x up) from x [T, D]. Grid: (tiles of columns, candidates)."""
     wait_for_inputs(OVERLAP)
     expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
     n = tl.program_id(0)
@@ -75,7 +77,7 @@ def few_down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out [P, D] from hidden [P, I]; program (tile of columns, candidate)."""
+    """out [P, D] from hidden [P, I]. Grid: (tiles of columns, candidates)."""
     wait_for_inputs(OVERLAP)
     expert, count, ordinal = _find(choice, num_pairs, tl.program_id(1), first_expert, num_experts, PAIRS, BY_PAIR)
     n = tl.program_id(0)

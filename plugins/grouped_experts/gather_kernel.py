@@ -1,4 +1,7 @@
-"""Triton: rows of tokens put in the sorted order of pairs, for products that want them so. T tokens, D hidden."""
+"""Triton: copies tokens' rows into the sorted order of pairs, for products that need them so (torch_kernel.py).
+
+T tokens, D hidden, P pairs.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ def gather_kernel(
 def gather_rows(
     x: torch.Tensor, pairs: torch.Tensor, num_rows: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [P, D]: the token's row of each of the first num_rows [1] pairs [P]; place [P] int32: a pair's row there.
-
-    Rows past num_rows and places of pairs that are not among them stay undefined.
+    """Returns rows [P, D], the tokens' rows of the first num_rows [1] of pairs [P]; and place [P] int32, the row that
+    each pair has there. Rows past num_rows, and places of other pairs, stay undefined.
     """
     width = x.shape[1]
     rows = x.new_empty((len(pairs), width))

@@ -1,13 +1,13 @@
-"""The products of gated experts for Hopper, in Gluon: what product_kernel does, with the warps' work cut by hand.
+"""The products of gated experts for Hopper, in Gluon: as product_kernel, with specialised warps.
 
-A block of threads takes one tile of 128 rows and 256 columns after another. A warp (four for gate_up) copies both
-operands into shared memory, some stages ahead, and two warpgroups, each with 64 of the rows, multiply. They meet the
-copier at barriers in shared memory and each other nowhere: one may be as many stages ahead of the other as there are,
-and so writes its results while the other keeps the tensor cores busy. A warpgroup that has no rows only passes the
-stages on.
+A program (a block of threads) takes one tile of 128 rows and 256 columns after another. A producer warp (four warps
+for gate_up) copies both operands into shared memory, some stages ahead, and two consumer warpgroups, each with 64 of
+the rows, multiply. Consumers synchronise with the producer, through barriers in shared memory, but not with each other:
+one may be ahead of the other by all stages, and so writes its results while the other keeps the tensor cores busy. A
+warpgroup whose half of a tile has no rows only frees the stages.
 
-Names as in product_kernel.py. Weights come through the tensor memory accelerator; so do activations, which lie in
-sorted order, while tokens' rows are gathered, 16 bytes at a time.
+Names as in product_kernel.py. Weights are copied by the tensor memory accelerator (TMA), and so are activations (rows
+of down's product), which lie in sorted order; tokens' rows (of gate_up's) are gathered, 16 bytes at a time.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -32,13 +32,13 @@ from splash_plugins.grouped_experts.device import limits
 from splash_plugins.grouped_experts.sort_kernel import SortedPairs, max_blocks
 
 MIN_ROWS = 128
-"""Pairs per expert here (T * k / E_r, as in tiles.py) from which it is the faster one."""
-# Cuts as measured on an H200.
-ROWS = 128  # of a tile: what sort_pairs is to be called with
-COLUMNS = 256  # of a tile: those of half as many activations, whose gate and up are both in it
-DEPTH = 64  # that is copied together: 128 bytes, the widest swizzle
+"""From this many pairs per expert (T * k / E_r, as in tiles.py) on, this kernel is faster than the portable ones."""
+# Sizes as measured on an H200.
+ROWS = 128  # rows of a tile, and so the block_m to call sort_pairs with
+COLUMNS = 256  # columns of a tile; gate_up's are gate and up of 128 activations
+DEPTH = 64  # depth that is copied together: 128 bytes, the widest swizzle
 STAGES = 4
-GROUP = 8  # blocks of rows that are done on one tile of columns before the next one
+GROUP = 8  # blocks of rows that are multiplied with one tile of columns before the next one, for the L2 cache
 _HALF = gl.constexpr(ROWS // 2)  # rows of a warpgroup
 _PANEL = gl.constexpr(COLUMNS // 2)  # columns that are copied together
 _STEP = gl.constexpr(DEPTH)
@@ -48,7 +48,8 @@ _meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # it
 
 @gluon.jit
 def _place(tile, blocks, count, group, TILES: gl.constexpr):
-    """(expert, first row, end row, tile of columns) of a tile, as product_kernel._place; past the last, that one's."""
+    """(expert, first row, end row, tile of columns) of a tile, as product_kernel._place; of the last tile for those
+    past it."""
     tile = min(tile, count * TILES - 1)
     first = tile // (group * TILES) * group
     size = min(count - first, group)
@@ -59,7 +60,7 @@ def _place(tile, blocks, count, group, TILES: gl.constexpr):
 
 @gluon.jit
 def _tokens(pairs, first, end, TOP_K: gl.constexpr):
-    """[2 * _HALF]: each row's token; rows past the end repeat the last."""
+    """The token of each row of a tile, [2 * _HALF]; rows past the end repeat the last one."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     row = gl.minimum(first + gl.arange(0, 2 * _HALF, layout=layout), end - 1)
     return gl.load(pairs + row) // TOP_K
@@ -70,7 +71,7 @@ def _copy(
     x, x_stride, w, token, first, column, step, a_buffer, b_buffer, full, empty,
     BEGIN: gl.constexpr, END: gl.constexpr, SECOND: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Copies a tile's operands, its part [BEGIN, END) of depth; returns the step after it."""
+    """Copies depth [BEGIN, END) of a tile's operands. `step` counts the stages filled so far; returns it advanced."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if GATED:
         numbers = gl.arange(0, _STEP, layout=gl.SliceLayout(0, layout))
@@ -101,7 +102,8 @@ def _produce(
     x, x_stride, w, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
     DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr,
 ):  # fmt: skip
-    """Copies the operands of this program's tiles. Where the next one lies is loaded meanwhile, and then its tokens."""
+    """The producer: copies the operands of this program's tiles. The next tile's place, and then its tokens, are loaded
+    between copies, so that their latency is hidden."""
     WIDTH: gl.constexpr = _PANEL if GATED else 2 * _PANEL
     TILES: gl.constexpr = SIZE // WIDTH
     EXPERT: gl.constexpr = 2 * SIZE if GATED else SIZE
@@ -132,7 +134,7 @@ def _produce(
 
 @gluon.jit
 def _release(empty, step, pred):
-    # One thread arrives for the warpgroup, and each warp knows of its own products only.
+    # One thread arrives for the warpgroup, but a warp knows only that its own products are done: so all meet first.
     _meet()
     mbarrier.arrive(empty.index(step % _STAGES), count=1, pred=pred)
 
@@ -141,8 +143,8 @@ def _release(empty, step, pred):
 def _multiply(
     a_buffer, b_buffer, full, empty, begin, half: gl.constexpr, STEPS: gl.constexpr, GATED: gl.constexpr
 ):  # fmt: skip
-    """[_HALF, 2 * _PANEL] of the tile whose first step is `begin`; a stage is free when the next one's product is under
-    way and its own is done."""
+    """A warpgroup's half [_HALF, 2 * _PANEL] of the tile whose first step is `begin`. A stage is freed when its product
+    is done, which is waited for only after the next one's has been started."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _PANEL, 16])
     weights = b_buffer._reinterpret(b_buffer.dtype, [_STAGES, 2 * _PANEL, _STEP], b_buffer.layout)
     acc = gl.zeros([_HALF, 2 * _PANEL], gl.float32, layout)
@@ -151,7 +153,7 @@ def _multiply(
         stage = step % _STAGES
         mbarrier.wait(full.index(stage), step // _STAGES & 1)
         if GATED:
-            fence_async_shared()  # rows were not written by the accelerator, which the tensor cores read with
+            fence_async_shared()  # rows were written by ordinary copies, but tensor cores read by the async proxy
         acc = warpgroup_mma(a_buffer.index(2 * stage + half), weights.index(stage).permute([1, 0]), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         _release(empty, step + _STAGES - 1, i > 0)
@@ -162,7 +164,7 @@ def _multiply(
 
 @gluon.jit
 def _store(out, acc, row, keep, n, SIZE: gl.constexpr, GATED: gl.constexpr, layout: gl.constexpr):
-    """A warpgroup's part of a tile, in the given rows of out where they are kept."""
+    """Writes a warpgroup's half of a tile to the given rows of out, where `keep`; GATED: silu(gate) * up of it."""
     left, right = acc.reshape([_HALF, 2, _PANEL]).permute([0, 2, 1]).split()
     target = out + row.to(gl.int64)[:, None] * SIZE + gl.arange(0, _PANEL, layout=gl.SliceLayout(0, layout))[None, :]
     if GATED:
@@ -180,8 +182,8 @@ def _consume(
     out, pairs, blocks, count, group, a_buffer, b_buffer, full, empty,
     half: gl.constexpr, DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's half of the rows of this program's tiles: activations go to out by row, results by pair. What it
-    reads of this tile's place and the next one's it loads while it multiplies."""
+    """A consumer warpgroup: computes its half of the rows of this program's tiles. GATED writes activations in sorted
+    order, else results go to their pairs' rows. The next tile's place is loaded while this one is multiplied."""
     STEPS: gl.constexpr = DEPTH // _STEP
     TILES: gl.constexpr = SIZE // (_PANEL if GATED else 2 * _PANEL)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // _PANEL, _PANEL // 8], [4, 1], [1, 0])
@@ -214,7 +216,8 @@ def hopper_kernel(
     DEPTH: gl.constexpr, SIZE: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [P, SIZE] from rows [*, DEPTH] of x: as gate_up_kernel if GATED, else as down_kernel, x a descriptor."""
+    """out [P, SIZE] from rows [*, DEPTH] of x: as gate_up_kernel if GATED, else as down_kernel, where x is a
+    descriptor."""
     count = gl.load(num_blocks)
     if gl.program_id(0) >= count * (SIZE // (_PANEL * (1 if GATED else 2))):
         return
@@ -224,7 +227,7 @@ def hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
-        # The copier's threads arrive each when what they gathered is there.
+        # GATED: each of the producer's 128 threads arrives when its gathered numbers are there, and TMA once.
         mbarrier.init(full.index(stage), count=129 if GATED else 1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
@@ -244,7 +247,7 @@ def hopper_kernel(
 
 
 def supports(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether `products` can do it: Hopper, 16-bit types, sizes in whole tiles, aligned rows."""
+    """Whether `products` can do it: Hopper, 16-bit types, sizes that are whole tiles, aligned rows."""
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     _, width, inner = down.shape
@@ -254,25 +257,27 @@ def supports(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool
 
 
 def is_chosen(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, num_pairs: int) -> bool:
-    """Whether `products` does it, and faster than the portable kernels. num_pairs: as tiles.measured_pairs has it."""
+    """Whether `products` can do it and is faster than the portable kernels. num_pairs: as tiles.measured_pairs gives
+    it."""
     return num_pairs >= MIN_ROWS * len(down) and supports(x, gate_up, down)
 
 
 def _descriptor(matrix: torch.Tensor, num_rows: int) -> TensorDescriptor:
+    """A descriptor of a matrix by blocks of num_rows rows and DEPTH columns."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [num_rows, DEPTH], layout)
 
 
 def registers(gated: bool) -> tuple[int, int]:
-    """Of a thread of a warpgroup that multiplies, and of one that copies: addresses to gather from take some."""
+    """(registers of a consumer thread, of a producer thread). Gathering needs registers for addresses."""
     return (216, 72) if gated else (240, 24)
 
 
 def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, order: SortedPairs, top_k: int, gated: bool) -> None:
-    """One product for what `supports` says, of pairs sorted in blocks of ROWS.
+    """One of the two products, for inputs that `supports` accepts and pairs sorted in blocks of ROWS.
 
-    gated: out [P, I], in sorted order, = silu(x gate) * (x up), w [E_r, 2 I, D] or [E_r, 2, I, D] contiguous, rows of x
-    those of tokens; else out [P, D], by pair, = x down, w [E_r, D, I], rows of x those of pairs in sorted order.
+    gated: out [P, I], in sorted order, = silu(x gate) * (x up), with x [T, D] by token and w [E_r, 2 I, D] or
+    [E_r, 2, I, D], contiguous. Else: out [P, D], by pair, = x down, with x [P, I] in sorted order and w [E_r, D, I].
     """
     num_pairs, size = out.shape
     consumer, producer = registers(gated)
@@ -290,7 +295,8 @@ def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, order: SortedPa
 def products(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, order: SortedPairs, top_k: int
 ) -> torch.Tensor:
-    """[P, D]: each sorted pair's expert applied to its token's row of x [T, D]; rows of other pairs stay undefined."""
+    """[P, D]: for each pair of an expert on this rank (those in `order`), the expert applied to the token's row of x
+    [T, D]. Rows of other pairs stay undefined."""
     num_pairs = len(order.pairs)
     _, width, inner = down.shape
     hidden = x.new_empty((num_pairs, inner))

@@ -1,7 +1,9 @@
-"""Launches the Triton kernels of the routed experts: few tokens (bound by reading weights) and many (by arithmetic).
+"""Launches the Triton kernels of the routed experts, for few tokens (bound by reading weights) and for many (bound by
+arithmetic).
 
-T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T * k pairs. Per hit expert 6 D I bytes of
-16-bit weights are read; per pair of an expert here 6 D I operations are done.
+T tokens, D hidden, I intermediate, k choices a token, E_r experts on this rank, P = T * k (token, choice) pairs. An
+expert that any pair has chosen costs reading 6 D I bytes of 16-bit weights; a pair of an expert on this rank costs
+6 D I operations.
 """
 
 from __future__ import annotations
@@ -41,13 +43,15 @@ def grouped_experts(
 ) -> PairSum | None:
     """As plugins/grouped_experts/reference.py's sum_of_experts; fills out [T, D], which may be addend itself.
 
-    choice [T, k] int32 and weight [T, k] float32, gate_up and down are contiguous; rows of x, addend and out too. All
-    of one dtype: bfloat16, float16 or float32. plan: how, where the measured choice for these shapes is not wanted.
-    ready: called once before the launch of what reads addend, which may be written beside what comes before that, on a
-    stream that ready has the current one wait for. all_here: every pair's expert is here, as where experts are cut
-    inside; the choice expects more rows for each of them. defer: where a kernel of its own would do no more than sum
-    the products of few tokens, ready is called, out is left as it is, and what is left to sum is returned. Else out is
-    filled and None returned.
+    choice [T, k] int32, weight [T, k] float32, gate_up and down are contiguous, as are the rows of x, addend and out;
+    x, gate_up, down, addend and out are all bfloat16, float16 or float32.
+    plan: overrides the plan that was measured to be best for these shapes.
+    ready: called once, before the first launch that reads addend. So another stream may write addend meanwhile, if
+    ready makes the current stream wait for it.
+    all_here: every pair's expert is on this rank, as where experts are cut inside; so each gets more rows than the
+    plan's table would otherwise assume.
+    defer: if all that is left is to sum the products of few tokens, ready is called, out is left as it is and the sum
+    is returned for the next kernel to take. Else out is filled and None returned.
     """
     num_tokens, top_k = choice.shape
     if num_tokens == 0:
@@ -75,12 +79,12 @@ def grouped_experts(
 
 
 def _weights(w: torch.Tensor, tiles: Tiles) -> torch.Tensor | TensorDescriptor:
-    """w [E_r, columns, depth] as the product kernels want it."""
+    """w [E_r, columns, depth] in the form that the product kernels take: a descriptor if tiles.tma, else itself."""
     return TensorDescriptor.from_tensor(w.flatten(0, -2), [tiles.n, tiles.k]) if tiles.tma else w
 
 
 def _blocks(tiles: Tiles, dtype: torch.dtype) -> dict[str, object]:
-    """What all product kernels are specialised by."""
+    """The constants and launch options that all product kernels have in common."""
     return {
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
@@ -142,7 +146,7 @@ def _many(
     out: torch.Tensor,
     ready: Ready | None,
 ) -> None:
-    """plan None: the products by Hopper's own kernel."""
+    """Sorts pairs by expert, then computes the products, with Hopper's kernel if plan is None, and sums them."""
     num_experts, top_k = len(down), choice.shape[1]
     rows = hopper_kernel.ROWS if plan is None else plan.gate_up.m
     order = sort_pairs(choice, num_experts, first_expert, rows, after_join=_joined(addend, ready))
@@ -156,7 +160,7 @@ def _many(
 def _products(
     plan: Plan, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, order: SortedPairs, top_k: int
 ) -> torch.Tensor:
-    """As hopper_kernel.products."""
+    """As hopper_kernel.products, with the portable kernels."""
     num_pairs, (num_experts, width, inner) = len(order.pairs), down.shape
     assert plan.gate_up.m == plan.down.m, "both products share one table of blocks"
     table = (order.pairs, order.blocks, order.num_blocks)
@@ -197,9 +201,9 @@ def combine(
     row: torch.Tensor | None = None,
     ready: Ready | None = None,
 ) -> None:
-    """out [T, D] = addend [T, D] + sum over each token's experts here of weight * y [P, D].
+    """out [T, D] = addend [T, D] + sum of weight * y [P, D] over each token's experts on this rank.
 
-    row [P] int32: which row of y is a pair's; None: the pair itself. ready: as grouped_experts has it.
+    row [P] int32: the row of y that each pair has; None: pair p has row p. ready: as in grouped_experts.
     """
     if ready is not None:
         ready()
@@ -214,7 +218,7 @@ def combine(
 
 
 def _joined(addend: torch.Tensor | None, ready: Ready | None) -> bool:
-    """Whether the stream may have waited for the one that makes addend just before."""
+    """Whether the stream may just have waited for another one, that writes addend (overlap_kernel.overlap)."""
     return addend is not None and ready is None
 
 

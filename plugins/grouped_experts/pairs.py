@@ -1,4 +1,4 @@
-"""The experts' results before a token's are added up, which the next kernel can do as it reads them.
+"""The experts' results, not yet summed over a token's choices: the next kernel can sum them as it reads them.
 
 T tokens, D hidden, k choices a token, P = T * k pairs (pair p is choice p % k of token p // k).
 """
@@ -12,10 +12,11 @@ import torch
 
 @dataclass(frozen=True)
 class PairSum:
-    """[T, D], not summed yet: addend [T, D] plus, of each token's pairs whose expert is one of `num_experts` from
-    `first_expert` on, weight [T, k] times y [P, D]; in float32 in the order of choices, rounded once to y's dtype.
+    """A tensor [T, D] that is still to be summed: addend [T, D] plus the sum of weight [T, k] times y [P, D] over those
+    of a token's pairs whose expert (choice [T, k] int32) is one of the `num_experts` from `first_expert` on. The sum is
+    taken in float32 in the order of choices and rounded once, to y's dtype.
 
-    Rows of y whose expert (choice [T, k] int32) is another may hold anything.
+    Rows of y for pairs of other experts may hold anything.
     """
 
     y: torch.Tensor
@@ -25,7 +26,7 @@ class PairSum:
     num_experts: int
     addend: torch.Tensor | None
     joined: bool
-    """Whether the stream has waited for another since its last kernel, for overlap_kernel.overlap's after_join."""
+    """Whether the stream has waited for another one since its last kernel (after_join of overlap_kernel.overlap)."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""The experts' two products as TensorRT calls them, for steps of few tokens: two plugin layers, one kernel each.
+"""The experts' two products with the arguments that TensorRT passes, for steps of few tokens: two plugin layers, one
+kernel each.
 
-T tokens, D hidden, I intermediate, k choices a token, E_r experts here. A prefill's experts, which are sorted first,
-are the runtime's.
+T tokens, D hidden, I intermediate, k choices a token, E_r experts on this rank. Larger steps, whose pairs are sorted
+first, are computed by the runtime's own kernels.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -19,7 +20,7 @@ from splash_plugins.aot import Entry, shared_bytes_of
 from splash_plugins.grouped_experts.few_kernel import few_gate_up_kernel
 from splash_plugins.grouped_experts.product_kernel import down_tile
 
-MAX_PAIRS = 1024  # (token, choice) pairs that every program looks through
+MAX_PAIRS = 1024  # most (token, choice) pairs of a step: every program looks through all of them
 
 
 @triton.jit
@@ -41,14 +42,14 @@ def experts_down_plugin(
     FIRST: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D]; program (tile of columns, token).
+    """out [T, D]. Grid: (tiles of columns, tokens).
 
-    One launch, for which an expert is read again for each of its tokens.
+    This takes one launch, but an expert's weights are read again for each of its tokens.
     """
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0)
     column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # The tensor cores want that many rows; the token's is the first.
+    # Tensor cores need BLOCK_M rows; the first is the token's, the others are not used.
     keep = tl.arange(0, BLOCK_M) == 0
     total = tl.zeros((BLOCK_N,), tl.float32)
     for j in range(TOP_K):
@@ -59,14 +60,14 @@ def experts_down_plugin(
             rows = down_tile(
                 hidden, row, keep, down, local.to(tl.int64), n, INNER, WIDTH, BLOCK_N, BLOCK_K, False, PRECISION
             )
-            # Rounded as the runtime's kernels round an expert's row.
+            # An expert's result is rounded as in the runtime's kernels.
             total += tl.sum(rows, 0).to(hidden.dtype.element_ty).to(tl.float32) * tl.load(weight + pair)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """first_expert: of the experts here; max_tokens: the most that a step has."""
+    """first_expert: the id of this rank's first expert; max_tokens: the most tokens of a step."""
 
     hidden: int
     inner: int
@@ -86,7 +87,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of one product, for the few rows that an expert has in such a step."""
+    """How one product is cut, for the few rows that an expert has in such a step."""
 
     n: int
     k: int
@@ -96,7 +97,8 @@ class Blocks:
 
     @staticmethod
     def of(operands: int, depth: int, width: int, item_bytes: int, target: GPUTarget) -> Blocks:
-        """For a [*, depth] by [operands * width, depth] product; stages that fit the target's shared memory."""
+        """For a product of [*, depth] with [operands * width, depth]; with as many stages, up to 3, as fit into the
+        target's shared memory."""
         n, k = (32, 128) if item_bytes < 4 else (16, 32)
         n, k = (min(size, max(16, triton.next_power_of_2(most))) for size, most in ((n, width), (k, depth)))
         stage = (16 + operands * n) * k * item_bytes
@@ -104,7 +106,7 @@ class Blocks:
 
 
 def up_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
-    """hidden [T * k, I]. Grid: (columns of I by BLOCK_N, E_r); the scalar is the number of pairs."""
+    """What to compile for hidden [T k, I]. Grid: (columns of I by BLOCK_N, E_r); the scalar is the number of pairs."""
     tiles = Blocks.of(2, sizes.hidden, sizes.inner, sizes.item_bytes, target)
     return Entry(
         function=experts_up_plugin,
@@ -126,7 +128,7 @@ def up_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
 
 
 def down_entry(dtype: str, sizes: Sizes, target: GPUTarget) -> Entry:
-    """out [T, D]. Grid: (columns of D by BLOCK_N, T)."""
+    """What to compile for out [T, D]. Grid: (columns of D by BLOCK_N, T)."""
     tiles = Blocks.of(1, sizes.inner, sizes.hidden, sizes.item_bytes, target)
     return Entry(
         function=experts_down_plugin,

@@ -1,7 +1,7 @@
-"""Triton: the two products of gated experts over blocks of rows of one expert each, and the sum over a token's.
+"""Triton: the two products of gated experts, over blocks of rows of one expert each, and the sum over a token's pairs.
 
-T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T * k pairs (pair p is choice p % k of
-token p // k). Rows of `hidden` are in the sorted order of sort_kernel.py, rows of `out` are pairs.
+T tokens, D hidden, I intermediate, k choices a token, E_r experts on this rank, P = T * k pairs (pair p is choice p % k
+of token p // k). Rows of `hidden` are in the sorted order of sort_kernel.py; row p of `out` is pair p's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ def load_weights(
     w, origin, n, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_N], transposed, of the [COLUMNS, DEPTH] matrix that begins at row `origin` (int64) of w.
+    """A block [BLOCK_K, BLOCK_N], transposed, of the matrix [COLUMNS, DEPTH] that begins at row `origin` (int64) of w:
+    tile n of its columns, depth `begin` and on.
 
-    Tile n of its columns; those past the end repeat the last, or with TMA (w is a descriptor) are what follows.
+    Columns past the end repeat the last one; with TMA (w is a descriptor) they are whatever follows in w.
     """
     if TMA:
         b = w.load([origin.to(tl.int32) + n * BLOCK_N, begin]).T
@@ -38,7 +39,7 @@ def load_weights(
 
 @triton.jit
 def load_rows(x, row, x_stride, keep, begin, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_M, BLOCK_K] of the given rows of x (int64), 0 where not kept."""
+    """A block [BLOCK_M, BLOCK_K] of the given rows (int64) of x, depth `begin` and on; 0 where not `keep`."""
     k = begin + tl.arange(0, BLOCK_K)
     mask = keep[:, None]
     if DEPTH % BLOCK_K != 0:
@@ -48,7 +49,7 @@ def load_rows(x, row, x_stride, keep, begin, DEPTH: tl.constexpr, BLOCK_K: tl.co
 
 @triton.jit
 def store_rows(out, row, keep, n, value, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tile n of the columns of the kept rows (int64) of out [*, COLUMNS]."""
+    """Writes value to tile n of the columns of out [*, COLUMNS], in those of the given rows (int64) that are `keep`."""
     column = n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = keep[:, None]
     if COLUMNS % BLOCK_N != 0:
@@ -61,7 +62,7 @@ def gate_up_tile(
     x, row, x_stride, keep, w, expert, n, DEPTH: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """silu(x[row] gate) * (x[row] up), [rows, columns] float32; w [E_r * 2 I, D], gate first in each expert."""
+    """silu(x[row] gate) * (x[row] up), [rows, columns] float32; w [E_r * 2 I, D], an expert's gate before its up."""
     origin = expert * (2 * INNER)
     gate = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
     up = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
@@ -92,7 +93,8 @@ def down_tile(
 def _place(tile, blocks, num_blocks, num_columns, group, BLOCK_M: tl.constexpr):
     """(expert int64, rows, which of them are the expert's, tile of columns) of a tile.
 
-    group blocks share a tile of columns before the next one, so that L2 keeps both operands.
+    `group` blocks of rows are multiplied with one tile of columns before the next one, so that both operands stay in
+    the L2 cache.
     """
     first = tile // (group * num_columns) * group
     size = tl.minimum(num_blocks - first, group)
@@ -108,7 +110,8 @@ def gate_up_kernel(
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """hidden [P, I] from x [T, D]: programs take tiles in turn until the device's own number of them."""
+    """hidden [P, I] = silu(x gate) * (x up) from x [T, D]. Programs take tiles in turn; how many tiles there are, only
+    the device knows."""
     wait_for_inputs(OVERLAP)
     count = tl.load(num_blocks)
     columns: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -129,7 +132,7 @@ def down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out [P, D] from hidden [P, I]."""
+    """out [P, D] from hidden [P, I]. Programs take tiles as in gate_up_kernel."""
     wait_for_inputs(OVERLAP)
     count = tl.load(num_blocks)
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -149,9 +152,11 @@ def sum_pairs(
     y, row, choice, weight, addend, addend_stride, first_expert, num_experts, token, column, inside, width,
     TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """[columns] float32: addend[token] + sum over its experts here of weight * y[pair], in the order of choices.
+    """[columns] float32: addend[token] + sum of weight * y[pair] over the token's experts on this rank, in the order of
+    choices; 0 where not `inside`.
 
-    row [P]: which row of y is a pair's, None: the pair itself. choice None: y as it is, all of it. 0 where not inside.
+    row [P]: the row of y that each pair has; None: pair p has row p. choice None: the sum of all TOP_K rows of y,
+    without weights.
     """
     acc = tl.zeros((column.shape[0],), tl.float32)
     for j in tl.static_range(TOP_K):
@@ -164,7 +169,7 @@ def sum_pairs(
             source = pair
             if row is not None:
                 source = tl.load(row + pair, mask=here, other=0).to(tl.int64)
-            # Rows of other ranks' pairs were never written: they may hold anything.
+            # Rows for other ranks' pairs were never written and may hold anything.
             value = tl.load(y + source * width + column, mask=inside & here, other=0.0).to(tl.float32)
             acc += value * tl.load(weight + pair)
     if addend is not None:
@@ -177,7 +182,7 @@ def combine_kernel(
     y, row, choice, weight, addend, addend_stride, out, out_stride, first_expert, num_experts,
     WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out [T, D] of sum_pairs."""
+    """out [T, D]: sum_pairs of every token, rounded."""
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
-"""The routed experts that live on this rank, applied to the tokens routed to them.
+"""The routed experts of this rank, applied to the tokens that are routed to them, in plain torch.
 
-T tokens, D hidden, I intermediate, k choices a token, E_r experts here.
+T tokens, D hidden, I intermediate, k choices a token, E_r experts on this rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def grouped_experts(
 ) -> torch.Tensor:
     """x [T, D]; choice [T, k] int64 expert ids; weight [T, k]; gate_up [E_r, 2 I, D] (gate first); down [E_r, D, I].
 
-    Returns [T, D]: for each token the weighted sum over those of its experts that are first_expert … first_expert +
-    E_r - 1, zero where there are none. The sum over ranks is the layer's routed output.
+    Returns [T, D]: each token's weighted sum over those of its experts that are among first_expert … first_expert +
+    E_r - 1; zeros where there are none. The sum over ranks is the layer's routed output.
     """
     out = torch.zeros_like(x)
     for local in range(gate_up.shape[0]):
@@ -47,12 +47,12 @@ def sum_of_experts(
     ready: Callable[[], None] | None = None,
     defer: bool = False,
 ) -> None:
-    """Fills out [T, D] with addend [T, D] plus the weighted sum over each token's experts here, as kernel.py does.
+    """Fills out [T, D] with addend [T, D] plus the weighted sum over each token's experts on this rank, as kernel.py's
+    grouped_experts does.
 
     x [T, D]; choice [T, k] int32 expert ids, -1 for none; weight [T, k] float32; gate_up [E_r, 2 I, D] or
-    [E_r, 2, I, D] (gate first); down [E_r, D, I]. The sum is taken in float32 or wider in the order of choices, then
-    the addend is added, then it is rounded, once. ready: called before addend is read. defer (as kernel.py
-    has it): nothing is.
+    [E_r, 2, I, D] (gate first); down [E_r, D, I]. The sum is taken in float32 or wider, in the order of choices; then
+    the addend is added and the result rounded once. ready: called before addend is read. defer: has no effect here.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     num_choices = choice.shape[1]

@@ -1,8 +1,8 @@
-"""Triton: the (token, choice) pairs of this rank's experts, expert after expert, and the blocks of rows that they make.
+"""Triton: sorts (token, choice) pairs by this rank's experts, and lists the blocks of rows that the products compute.
 
-P = T * k pairs, E_r experts here. A counting sort: chunks of pairs are counted, then each chunk places its own pairs.
-Where there are few, each chunk counts all of them itself, which saves a launch. The order within an expert is that of
-the pairs, so the same choices give the same order.
+P = T * k pairs, E_r experts on this rank. A counting sort: one launch counts the pairs of each expert in each chunk of
+pairs, a second one places each chunk's pairs. If there are few pairs, each program counts all of them itself, which
+saves the first launch. An expert's pairs stay in their order, so the same choices always give the same order.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ import triton.language as tl
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 ONE_HOT = 8192  # (pair, expert) cells that a program compares at once
-MAX_CHUNK = 256  # pairs of one program
-FEW_HOT = 32768  # so many cells are few: each program compares them all
-FEW_CHUNK = 64  # pairs of one program then
+MAX_CHUNK = 256  # most pairs of one program
+FEW_HOT = 32768  # up to so many cells in all, each program compares all of them
+FEW_CHUNK = 64  # most pairs of one program then
 BLOCK_FIELDS = 4  # expert, first row, end row, unused
-# One kernel for all their values, 1 and multiples of 16 too.
+# These arguments' values do not specialise a kernel (Triton would do so for 1 and multiples of 16).
 VARYING = ["num_pairs", "first_expert", "num_experts", "num_chunks"]
 
 
 class SortedPairs(NamedTuple):
     pairs: torch.Tensor
-    """[P] int32: pair ids, expert after expert; undefined past ends[-1]."""
+    """[P] int32: pair ids, expert by expert; undefined past ends[-1]."""
     ends: torch.Tensor
     """[E_r] int32: where each expert's pairs end in `pairs`."""
     blocks: torch.Tensor
-    """[max_blocks, 4] int32: (expert here, first row, end row) of each block of at most block_m rows of one expert."""
+    """[max_blocks, 4] int32: (expert, counted from this rank's first; first row; end row; unused) of each block of at
+    most block_m rows of one expert. Rows are places in `pairs`."""
     num_blocks: torch.Tensor
-    """[1] int32."""
+    """[1] int32: how many entries of `blocks` are used."""
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most blocks of block_m rows that num_pairs pairs over num_experts experts can make."""
+    """The most blocks of block_m rows that num_pairs pairs of num_experts experts can make."""
     return min(num_pairs, num_experts + num_pairs // block_m)
 
 
 @triton.jit
 def _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr):
-    """[pairs, EXPERTS] int32: 1 where the pair is the expert's."""
+    """[pairs, EXPERTS] int32: 1 where the pair has chosen this expert."""
     expert = tl.arange(0, EXPERTS)
     local = tl.load(choice + pair, mask=pair < num_pairs, other=-1) - first_expert
-    # -1 is never local: first_expert is 0 or more.
+    # Padding (-1) matches no expert, since first_expert is 0 or more.
     return ((local[:, None] == expert[None, :]) & (expert < num_experts)[None, :]).to(tl.int32)
 
 
@@ -54,7 +55,7 @@ def count_kernel(
     choice, counts, num_pairs, first_expert, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """counts [chunks, EXPERTS]: each expert's pairs in each chunk."""
+    """counts [chunks, EXPERTS]: the number of each expert's pairs in each chunk."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     hits = _hits(choice, pair, num_pairs, first_expert, num_experts, EXPERTS)
@@ -63,7 +64,8 @@ def count_kernel(
 
 @triton.jit
 def _write_blocks(start, total, blocks, num_blocks, first, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):  # fmt: skip # noqa: E501
-    """The table's rows first … first + BLOCKS - 1, of experts that begin at `start` and have `total` rows."""
+    """Writes entries first … first + BLOCKS - 1 of `blocks`. start, total [EXPERTS]: each expert's first row and number
+    of rows."""
     expert = tl.arange(0, EXPERTS)
     size = (total + BLOCK_M - 1) // BLOCK_M
     end = tl.cumsum(size, 0)
@@ -87,9 +89,10 @@ def place_kernel(
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes this chunk's pairs at their places and its share of the table of blocks.
+    """Writes this chunk's pairs to their places, and its share of the table of blocks.
 
-    ROWS: of counts that are read at a time, or, where counts is None, the pairs, all of which are counted here.
+    ROWS: rows of `counts` to read at a time. If counts is None, all pairs are counted here, and ROWS is their number,
+    padded.
     """
     wait_for_inputs(OVERLAP)
     chunk = tl.program_id(0)
@@ -122,9 +125,9 @@ def place_kernel(
 def sort_pairs(
     choice: torch.Tensor, num_experts: int, first_expert: int, block_m: int, *, after_join: bool = False
 ) -> SortedPairs:
-    """choice [T, k] int32, contiguous, at least one pair. One launch up to FEW_HOT pairs times experts, two beyond.
+    """choice [T, k] int32, contiguous, with at least one pair. One launch up to FEW_HOT pairs times experts, else two.
 
-    after_join: as overlap_kernel.overlap has it.
+    after_join: see overlap_kernel.overlap.
     """
     num_pairs = choice.numel()
     experts = triton.next_power_of_2(num_experts)
@@ -138,7 +141,8 @@ def sort_pairs(
         return torch.empty(shape, dtype=torch.int32, device=choice.device)
 
     out = SortedPairs(ints(num_pairs), ints(num_experts), ints(most, BLOCK_FIELDS), ints(1))
-    # Each chunk's part of the most blocks that so many chunks can make; that of two will do for more.
+    # A chunk's share of the most blocks that all chunks can make. It is largest for few chunks, so more than two take
+    # the share of two.
     some = min(chunks, 2)
     share = triton.cdiv(num_experts + triton.cdiv(some * chunk, block_m), some)
     counts = None if few else ints(chunks, experts)

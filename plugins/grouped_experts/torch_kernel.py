@@ -1,6 +1,6 @@
-"""The routed experts over torch.nn.functional.grouped_mm (CUTLASS on Hopper and Blackwell), for many tokens.
+"""The routed experts by torch.nn.functional.grouped_mm (CUTLASS on Hopper and Blackwell), for many tokens.
 
-T tokens, D hidden, I intermediate, k choices a token, E_r experts here, P = T * k pairs.
+T tokens, D hidden, I intermediate, k choices a token, E_r experts on this rank, P = T * k pairs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from splash_plugins.grouped_experts.sort_kernel import sort_pairs
 from splash_plugins.grouped_experts.tiles import MAX_PAIRS
 from splash_plugins.silu_mul.kernel import silu_mul
 
-ALIGNMENT = 16  # bytes that rows must be multiples of
+ALIGNMENT = 16  # bytes; rows must be multiples of it
 MAX_EXPERTS = 1024
 
 
 def is_supported(gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether grouped_experts takes these weights: bfloat16 of enough alignment, on a torch that has the product."""
+    """Whether grouped_experts below takes these weights: aligned bfloat16 ones of fewer than MAX_EXPERTS experts, if
+    this torch has grouped_mm."""
     aligned = all(size * down.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
     return hasattr(F, "grouped_mm") and down.dtype is torch.bfloat16 and aligned and len(down) < MAX_EXPERTS
 
@@ -36,7 +37,8 @@ def grouped_experts(
     ready: Ready | None = None,
     defer: bool = False,
 ) -> None:
-    """As kernel.py's grouped_experts. Offsets stay on the device, so it can be captured. defer: nothing is."""
+    """As kernel.py's grouped_experts, but nothing is ever deferred. Offsets stay on the device, so that a graph can
+    capture it."""
     num_tokens, top_k = choice.shape
     if num_tokens == 0:
         return

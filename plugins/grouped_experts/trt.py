@@ -1,6 +1,7 @@
-"""splash::grouped_experts_up and …_down: this rank's routed experts, for steps of few tokens. As reference.py.
+"""TensorRT plugins splash::grouped_experts_up and …_down: this rank's routed experts, for steps of few tokens, as
+reference.py.
 
-One after the other: TensorRT launches one kernel a plugin, and gives it no scratch memory.
+Two plugins, since TensorRT launches one kernel for each and gives it no scratch memory.
 """
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
@@ -18,13 +19,14 @@ DOWN = "splash::grouped_experts_down"
 
 
 def register(target: GPUTarget) -> None:
-    """T tokens, D hidden, I intermediate, k choices a token, E_r experts here; choice -1 is nobody's."""
+    """T tokens, D hidden, I intermediate, k choices a token, E_r experts on this rank; choice -1 is no expert's."""
     _register_up(target)
     _register_down(target)
 
 
 def _register_up(target: GPUTarget) -> None:
-    """x [T, D], choice [T, k] int32, gate_up [E_r, 2 I, D]; hidden [T k, I], undefined for others' pairs."""
+    """Inputs: x [T, D], choice [T, k] int32, gate_up [E_r, 2 I, D]. Output: hidden [T k, I], undefined for pairs of
+    other ranks' experts."""
 
     @trtp.register(UP)
     def describe(
@@ -60,7 +62,7 @@ def _register_up(target: GPUTarget) -> None:
 
 
 def _register_down(target: GPUTarget) -> None:
-    """hidden [T k, I], down [E_r, D, I], choice [T, k] int32, weight [T, k] float32; out [T, D]."""
+    """Inputs: hidden [T k, I], down [E_r, D, I], choice [T, k] int32, weight [T, k] float32. Output: out [T, D]."""
 
     @trtp.register(DOWN)
     def describe(

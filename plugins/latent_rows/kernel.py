@@ -1,7 +1,8 @@
-"""Triton: from the down projections to normed latents and cache rows, in one launch.
+"""Triton: makes normed query latents and cache rows of the down projections, in one launch.
 
-T tokens, Q query latent, L kv latent, R rope part, W = L + R; P pages of S rows. One program a token's row and, where
-there is a query latent, one more a token for that. Reads Q + W and writes Q + 2 W numbers a token.
+T tokens, Q query latent, L KV latent, R rope part, W = L + R; P pages of S rows. One program for each token's cache row
+and, if there is a query latent, another one for that. Reads Q + W and writes Q + 2 W numbers a token (W more where
+there is a target).
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.

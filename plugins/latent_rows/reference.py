@@ -1,6 +1,6 @@
-"""From the down projections to normed latents and cache rows, plain torch.
+"""Makes normed query latents and cache rows of the down projections, in plain torch.
 
-T tokens, Q query latent, L kv latent, R rope part, W = L + R; P pages of S rows.
+T tokens, Q query latent, L KV latent, R rope part, W = L + R; P pages of S rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def latent_rows(
     target_page: torch.Tensor | None,
     target_offset: torch.Tensor | None,
 ) -> None:
-    """qkv [T, Q + W] to latent [T, Q] and rows [T, W], and the rows into pages [P, S, W] of one layer.
+    """Fills latent [T, Q] and rows [T, W] from qkv [T, Q + W], and writes the rows into pages [P, S, W] of one layer.
 
     q_norm [Q] and latent are None where Q is 0; kv_norm [L]; cos, sin [T, R / 2] float32 or wider. Row t also goes to
-    pages[page[t], offset[t]], int32 [T], unless page[t] is negative; the same for the target, if there is one.
+    pages[page[t], offset[t]], unless page[t] is negative; page, offset [T] int32. target_page and target_offset name a
+    second place in the same way (a switch's target), or are None.
     """
     num_latent = kv_norm.shape[0]
     q, kv, k_rope = qkv.split([qkv.shape[1] - rows.shape[1], num_latent, rows.shape[1] - num_latent], dim=-1)

@@ -1,4 +1,4 @@
-"""Triton: merges attention over parts of a context into attention over the whole, one program a row of [n, H].
+"""Triton: merges attention over parts of a context into attention over all of it, one program a row of [n, H].
 
 K parts, n queries, H heads, d numbers a head. Reads K n H (d + 1) numbers and writes n H (d + 1).
 """
@@ -28,7 +28,7 @@ def lse_merge_kernel(outs, lses, num_rows, out, lse, PARTS: tl.constexpr, SIZE: 
     for part in tl.static_range(PARTS):
         at = part * num_rows.to(tl.int64) + row
         weight = tl.exp(tl.load(lses + at) - shift)
-        # A part that has nothing may hold anything.
+        # The output of a part that saw no row may hold anything.
         taken = tl.where(weight > 0, SIZE, 0)
         merged += weight * tl.load(outs + at * SIZE + column, mask=column < taken, other=0.0)
         total += weight

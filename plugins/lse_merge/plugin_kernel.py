@@ -1,4 +1,4 @@
-"""lse_merge's kernel as TensorRT calls it: its own arguments are in that order already."""
+"""lse_merge's kernel for TensorRT: its arguments are in the order in which TensorRT passes them already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from splash_plugins.lse_merge.kernel import lse_merge_kernel
 
 
 def entry(parts: int, size: int) -> Entry:
-    """Grid: one program a row of [n, H]; the scalar is their number."""
+    """What to compile. Grid: one program a row of [n, H]; the scalar is the number of rows."""
     return Entry(
         function=lse_merge_kernel,
         inputs={"outs": "*fp32", "lses": "*fp32"},

@@ -1,4 +1,4 @@
-"""Merge attention over parts of a context into attention over the whole, by log-sum-exp."""
+"""Merges attention over parts of a context into attention over all of it, by log-sum-exp, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def lse_merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """outs [K, n, H, d] with lses [K, n, H] of K disjoint parts; a part with -inf counts for nothing.
+    """outs [K, n, H, d] and lses [K, n, H] are the results for K disjoint parts; one with lse -inf has weight 0.
 
-    Returns out [n, H, d] and lse [n, H]; 0 and -inf where no part has anything.
+    Returns out [n, H, d] and lse [n, H]; 0 and -inf where all parts have -inf.
     """
     top = lses.amax(dim=0)
     shift = torch.where(torch.isinf(top), torch.zeros_like(top), top)

@@ -1,4 +1,4 @@
-"""splash::lse_merge: attention over parts of a context, merged by log-sum-exp. As reference.py."""
+"""TensorRT plugin splash::lse_merge: merges attention over parts of a context by log-sum-exp, as reference.py."""
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
@@ -15,7 +15,7 @@ NAME = "splash::lse_merge"
 
 
 def register(target: GPUTarget) -> None:
-    """outs [K, n, H, d], lses [K, n, H], float32; out [n, H, d], lse [n, H]."""
+    """Inputs: outs [K, n, H, d], lses [K, n, H]. Outputs: out [n, H, d], lse [n, H]. All float32."""
 
     @trtp.register(NAME)
     def describe(outs: trtp.TensorDesc, lses: trtp.TensorDesc) -> tuple[trtp.TensorDesc, trtp.TensorDesc]:

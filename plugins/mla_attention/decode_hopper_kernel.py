@@ -1,12 +1,13 @@
-"""Absorbed (decode) attention for Hopper, in Gluon: what decode_kernel does, with copies that are always under way.
+"""Absorbed (decode) attention for Hopper, in Gluon: as decode_kernel, but with copies always in flight.
 
-A block of threads takes one query, up to 32 heads and a part of the context, in tiles of 64 rows. A tile is copied into
-shared memory by the copy engine (TMA), where both products read it: scores, rows by heads, then sums of values, latent
-columns by heads, so that rows and columns fill the tensor cores' long side and heads its short one. One warpgroup does
-all: its products take less time than its copies, and asking for a copy next to none. Meanwhile the next tile is copied,
-or, where memory for one alone is taken, the other program's on the multiprocessor.
+A program (a block of threads) computes one query's heads, up to 32, for a part of its context, in tiles of 64 rows. The
+tensor memory accelerator (TMA) copies a tile into shared memory, where both products read it: the scores, rows by
+heads, then the weighted sums of values, latent columns by heads. So rows or columns are on the tensor cores' long side
+and heads on the short one. One warpgroup does everything: its products take less time than its copies, and requesting a
+copy takes next to none. While it computes, the next tile is copied; where there is shared memory for one tile only, the
+tile of the other program on the multiprocessor is.
 
-A tile's rope columns are needed for its scores only; the weights go where they were.
+A tile's rope columns are needed for its scores only, so the softmax weights are stored in their place.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -41,7 +42,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index, place):
-    """Asks for the tile that is `index`th in this program: its latent columns, and those of rope."""
+    """Requests the copy of this program's tile number `index`: its latent columns and its rope columns."""
     LATENT: gl.constexpr = latents.shape[3]
     stage = index % latents.shape[0]
     full = latent_full.index(stage)
@@ -54,7 +55,7 @@ def _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index,
 
 @gluon.jit
 def _load_queries(q, head_stride, q_latent, q_rope, HEADS: gl.constexpr):
-    """One query's heads into shared memory; zeros past HEADS."""
+    """Loads one query's heads into shared memory; zeros past HEADS."""
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -73,10 +74,11 @@ def _load_queries(q, head_stride, q_latent, q_rope, HEADS: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, index, live):
-    """Begins the scores [64, BLOCK_H] of the tile that is `index`th in this program, of whose rows `live` are some.
+    """Starts computing the scores [64, BLOCK_H] of this program's tile number `index`, of whose rows the first `live`
+    belong to the part.
 
-    What lies past them may be NaN or infinite; as values it will be weighted with 0, and 0 times that is no number. So
-    it is cleared, while its scores are computed, of which nothing is used.
+    The other rows may be NaN or infinite. As values they would be weighted with 0, and 0 times that is NaN. So they are
+    set to zero, while the scores are computed: theirs are masked anyway.
     """
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
@@ -98,7 +100,8 @@ def _issue_scores(q_latent, q_rope, latents, ropes, latent_full, rope_full, inde
 
 @gluon.jit
 def _softmax(scores, top, total, sums, live, factor):
-    """Online softmax over the tile's rows: (top [BLOCK_H], total [64, BLOCK_H] by row of a tile, sums, weights)."""
+    """Online softmax over the tile's rows: (largest score so far [BLOCK_H], times log2(e); sum of weights, kept by row
+    of a tile, [64, BLOCK_H]; sums, rescaled; the tile's weights)."""
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, scores.type.layout))
     scores = gl.where((row < live)[:, None], scores * factor, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, axis=0))
@@ -109,8 +112,8 @@ def _softmax(scores, top, total, sums, live, factor):
 
 @gluon.jit
 def _issue_values(weight, sums, latents, ropes, index):
-    """Begins to add the tile's values to `sums` [LATENT, BLOCK_H]. The weights take the place of its rope columns,
-    which all warps are done with: they know of one another's scores."""
+    """Starts adding the tile's weighted values to `sums` [LATENT, BLOCK_H]. The weights are stored over its rope
+    columns, which no warp needs any more: the softmax's maximum took the scores of all warps."""
     BLOCK_H: gl.constexpr = sums.shape[1]
     LATENT: gl.constexpr = sums.shape[0]
     weights = ropes.index(index % ropes.shape[0]).reshape([_ROWS, _ROPE]).slice(0, BLOCK_H)
@@ -126,7 +129,7 @@ def _walk(
     q_latent, q_rope, latent_rows, rope_rows, latents, ropes, latent_full, rope_full,
     table, stride, begin, count, live, factor, S: gl.constexpr,
 ):  # fmt: skip
-    """All of this program's tiles: (top [BLOCK_H], total [64, BLOCK_H], sums [LATENT, BLOCK_H])."""
+    """Goes through this program's tiles: (largest scores [BLOCK_H], total [64, BLOCK_H], sums [LATENT, BLOCK_H])."""
     BLOCK_H: gl.constexpr = q_latent.shape[0]
     LATENT: gl.constexpr = q_latent.shape[1]
     STAGES: gl.constexpr = latents.shape[0]
@@ -141,7 +144,7 @@ def _walk(
         top, total, sums, weight = _softmax(scores, top, total, sums, live, factor)
         sums = _issue_values(weight, sums, latents, ropes, index)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        meet()  # all are done with the tile whose place the next one takes
+        meet()  # all warps are done with this tile: its place may be overwritten
         if index + STAGES < count:
             _copy(latent_rows, rope_rows, latents, ropes, latent_full, rope_full, index + STAGES, place)
         live -= _ROWS
@@ -150,7 +153,7 @@ def _walk(
 
 @gluon.jit
 def _normalised(top, total, sums):
-    """(sums [LATENT, BLOCK_H] over the sum of weights, log-sum-exp [BLOCK_H])."""
+    """(sums [LATENT, BLOCK_H] divided by the sum of weights, log-sum-exp [BLOCK_H])."""
     whole = gl.sum(total, axis=0)
     divisor = gl.where(whole > 0, whole, 1.0)
     return sums / divisor[None, :], (top + gl.log2(divisor)) * _LN_2
@@ -181,13 +184,14 @@ def decode_hopper_kernel(
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, BLOCK_H: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """`latent_rows` and `rope_rows` describe `pages` [P, S, W] by blocks of 64 rows and LATENT or 64 columns. One of
-    the parts [n, 3] a program: a query's only one goes to `out` (if there is one) and `lse` (likewise), others to
-    partial [n, HEADS, LATENT] and partial_lse [n, HEADS]."""
+    """A program computes one of the parts `part` [n, 3] (cut.py). If it is its query's whole context and there is an
+    `out`, the result goes to `out` and `lse` (which may be None); else to partial [n, HEADS, LATENT] and partial_lse
+    [n, HEADS]. `latent_rows` and `rope_rows` are descriptors of `pages` [P, S, W], by blocks of 64 rows and LATENT or
+    64 columns."""
     index = gl.program_id(0)
     read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
     if read < 0:
-        wait_for_inputs(OVERLAP)  # else what comes next might begin before what came before has ended
+        wait_for_inputs(OVERLAP)  # every program has to wait (overlap_kernel.py)
         return
     begin = first_row // _ROWS
     count = gl.cdiv(rows, _ROWS)
@@ -236,8 +240,8 @@ def decode_hopper_kernel(
 
 
 def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
-    """Whether `launch` below can do it: Hopper, 16-bit types, pages of whole tiles, aligned rows; aligned queries and
-    enough latent columns too, where a program takes 64 heads."""
+    """Whether `launch` below can do it: Hopper, 16-bit types, pages of whole tiles, aligned rows; with more than
+    MOST_HEADS heads also aligned queries and at least 128 latent columns."""
     if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
     if q.element_size() != 2 or not q.is_floating_point():
@@ -249,19 +253,19 @@ def supports(q: torch.Tensor, pages: torch.Tensor, latent: int) -> bool:
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine can read it, of 16-bit numbers."""
+    """Whether TMA can read the tensor, of 16-bit numbers."""
     strides = tensor.stride()
     return tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:-1]) and strides[-1] == 1
 
 
 def choose_stages(queries: int, heads: int) -> int:
-    """Tiles that a program's shared memory holds, as measured on an H200: 1 lets two programs of up to 32 heads share a
-    multiprocessor, 2 let one copy while it computes. A third gains nothing."""
+    """How many tiles a program's shared memory holds, as measured on an H200. With 1, two programs of up to 32 heads
+    can share a multiprocessor; with 2, a program copies while it computes. A third gains nothing."""
     return 1 if shares_sm(queries, heads) else 2
 
 
 def _descriptor(tensor: torch.Tensor, num_rows: int, columns: int) -> TensorDescriptor:
-    """Of pages [P, S, W], or of queries [A, H, W]."""
+    """A descriptor of pages [P, S, W] or queries [A, H, W], by blocks of num_rows rows (or heads) and `columns`."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, num_rows, columns], layout)
 
@@ -283,8 +287,9 @@ def launch(
     partial_lse: torch.Tensor,
     stages: int,
 ) -> None:
-    """Attention to the parts of the contexts, in tiles of TILE_ROWS rows, or WIDE_ROWS for more than 32 heads, as
-    decode_kernel launches its own. For what `supports` says; stages 1 or 2, for up to 32 heads."""
+    """Computes attention to all parts, in tiles of TILE_ROWS rows, or of WIDE_ROWS rows for more than MOST_HEADS heads.
+    Arguments as in decode_kernel.py's _attend_to_parts; inputs as `supports` says. stages: 1 or 2; without effect for
+    more than MOST_HEADS heads."""
     heads, num_parts = q.shape[1], len(parts.part)
     rest = (
         pages, pages.stride(0), pages.stride(1),

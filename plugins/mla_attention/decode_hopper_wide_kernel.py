@@ -1,18 +1,18 @@
-"""Absorbed (decode) attention for Hopper with many heads, in Gluon: 64 a program, with the warps' work cut by hand.
+"""Absorbed (decode) attention for Hopper with many heads, in Gluon: 64 heads a program, with specialised warps.
 
-64 heads fill the tensor cores' long side, so they take it, and a context's rows or latent columns the other. A warp
-copies tiles of 32 rows into shared memory, four stages ahead (TMA). Two warpgroups use them in turns: warpgroup w has
-the scores and the softmax of tiles w, w + 2, w + 4, ..., and of all tiles the sums of values of its half of the latent
-columns, since one alone has registers for 256 of them with 64 heads. So each hands the other its tiles' weights, and
-while one softmaxes, the other's products fill the tensor cores (the seesaw of FlashMLA's dense kernel for Hopper).
+64 heads fill the tensor cores' long side; a context's rows, or latent columns, are on the short one. A producer warp
+copies tiles of 32 rows into shared memory, four stages ahead (TMA). Two warpgroups take turns: warpgroup w computes
+scores and softmax of tiles w, w + 2, w + 4, ..., and for all tiles the sums of values in its half of the latent
+columns, since a warpgroup has registers for 256 of them with 64 heads. So each needs the other's weights too, and while
+one computes a softmax, the other's products fill the tensor cores (as the "seesaw" of FlashMLA's dense Hopper kernel).
 
-What is handed over with a tile lies in shared memory too, and lives as long as its stage: its weights, in the place of
-its rope columns; the largest scores so far, which the next tile's softmax begins with; and by what the sums before this
-tile are scaled ("fade"). Barriers of a stage, in the order in which a tile passes them:
+What a warpgroup hands over with a tile lies in shared memory as long as the tile's stage: the weights, in the place of
+the tile's rope columns; the largest scores so far, with which the next tile's softmax begins; and the factor by which
+sums before this tile are rescaled ("fade"). Barriers of a stage, in the order in which a tile passes them:
 
   full    the copy has landed
-  ready   its owner's weights are there, and the rows past the context's end cleared
-  empty   both warpgroups have added its values
+  ready   the weights of the tile's owner are there, and rows past the part's end are zero
+  empty   both warpgroups have added the tile's values
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -34,9 +34,9 @@ from splash_plugins.mla_attention.cut import BLOCK_HEADS
 from splash_plugins.mla_attention.decode_parts_kernel import ROPE, clear, fetch, find, meet, seek, take, write_nothing
 from splash_plugins.overlap_kernel import wait_for_inputs
 
-WIDE_ROWS = 32  # rows a tile
+WIDE_ROWS = 32  # rows of a tile
 STAGES = 4
-NUM_WARPS = 4  # of a warpgroup
+NUM_WARPS = 4  # in a warpgroup
 _HEADS = gl.constexpr(BLOCK_HEADS)
 _STAGES = gl.constexpr(STAGES)
 _ROWS = gl.constexpr(WIDE_ROWS)
@@ -48,7 +48,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _copy(latent_rows, rope_rows, latents, ropes, full, tile, place):
-    """Asks for a tile: both halves of its latent columns, and those of rope."""
+    """Requests the copy of a tile: both halves of its latent columns, and its rope columns."""
     HALF: gl.constexpr = latents.shape[3]
     stage = tile % _STAGES
     barrier = full.index(stage)
@@ -61,7 +61,7 @@ def _copy(latent_rows, rope_rows, latents, ropes, full, tile, place):
 
 @gluon.jit
 def _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query, first):
-    """Asks for one query's heads from `first` on; zeros past the last."""
+    """Requests the copy of one query's heads from `first` on; zeros past the last."""
     HALF: gl.constexpr = q_latents.shape[3]
     mbarrier.expect(q_full, 2 * q_latent_heads.block_type.nbytes + q_rope_heads.block_type.nbytes)
     for half in gl.static_range(2):
@@ -71,7 +71,7 @@ def _copy_queries(q_latent_heads, q_rope_heads, q_latents, q_rope, q_full, query
 
 @gluon.jit
 def _produce(latent_rows, rope_rows, latents, ropes, full, empty, table, stride, begin, count, S: gl.constexpr):
-    """Copies the tiles past the first ones, which are under way already."""
+    """The producer warp: copies the tiles after the first _STAGES, which were requested before."""
     for tile in range(_STAGES, count):
         place = find(table, stride, begin + tile, tile < count, S, _ROWS)
         mbarrier.wait(empty.index(tile % _STAGES), tile // _STAGES & 1 ^ 1)
@@ -80,26 +80,26 @@ def _produce(latent_rows, rope_rows, latents, ropes, full, empty, table, stride,
 
 @gluon.jit
 def _half_of(latents, stage, half):
-    """[32, LATENT / 2]"""
+    """One half of the latent columns of the tile in a stage, [32, LATENT / 2]."""
     return latents.index(stage * 2 + half).reshape([_ROWS, latents.shape[3]])
 
 
 @gluon.jit
 def _weights_of(ropes, stage):
-    """[64, 32], in the place of a tile's rope columns [32, 64]."""
+    """The weights [64, 32] of the tile in a stage, in the place of its rope columns [32, 64]."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     return ropes.index(stage)._reinterpret(ropes.dtype, [_HEADS, _ROWS], layout)
 
 
 @gluon.jit
 def _zero(tile):
-    """0, but the compiler does not know: what is computed with it is not kept in registers from tile to tile."""
+    """0, but the compiler cannot know: so it does not keep in registers what is computed from it for every tile."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _issue_scores(q_latents, q_rope, latents, ropes, full, tile):
-    """Begins a tile's scores [64 heads, 32]. The queries' descriptors would take a third of the registers."""
+    """Starts a tile's scores [64 heads, 32]. Without `zero` the queries' descriptors took a third of the registers."""
     HALF: gl.constexpr = latents.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
     stage = tile % _STAGES
@@ -118,7 +118,7 @@ def _issue_scores(q_latents, q_rope, latents, ropes, full, tile):
 
 @gluon.jit
 def _issue_values(latents, ropes, sums, fade, tile, half: gl.constexpr):
-    """Begins to add a tile's values to `sums`, which are scaled by `fade` before."""
+    """Starts adding a tile's weighted values to `sums`, which are first rescaled by `fade`."""
     stage = tile % _STAGES
     sums = sums * fade[:, None]
     return warpgroup_mma(_weights_of(ropes, stage), _half_of(latents, stage, half), sums, is_async=True)
@@ -126,7 +126,7 @@ def _issue_values(latents, ropes, sums, fade, tile, half: gl.constexpr):
 
 @gluon.jit
 def _issue_others_values(latents, ropes, fades, ready, sums, tile, half: gl.constexpr):
-    """The same for a tile of the other warpgroup."""
+    """The same for a tile of the other warpgroup, once that has handed it over."""
     stage = tile % _STAGES
     mbarrier.wait(ready.index(stage), tile // _STAGES & 1)
     fade = fades.index(stage).load(gl.SliceLayout(1, sums.type.layout))
@@ -135,7 +135,7 @@ def _issue_others_values(latents, ropes, fades, ready, sums, tile, half: gl.cons
 
 @gluon.jit
 def _softmax(scores, before, live, factor):
-    """(largest scores so far, weights) of a tile, `before` [64] being those of the tile before it."""
+    """(largest scores so far [64], weights) for a tile; `before` [64]: the largest scores before it."""
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, scores.type.layout))
     scores = gl.where((row < live)[None, :], scores * factor, float("-inf"))
     top = gl.maximum(before, gl.max(scores, axis=1))
@@ -144,10 +144,10 @@ def _softmax(scores, before, live, factor):
 
 @gluon.jit
 def _publish(weight, top, fade, latents, ropes, tops, fades, ready, tile, live):
-    """Hands a tile to the other warpgroup. Rows past its `live` ones may hold what is no number, and 0 times that is
-    none: they are cleared."""
+    """Hands a tile to the other warpgroup. Rows past its first `live` are set to zero: they may be NaN, which a weight
+    of 0 would not cancel."""
     stage = tile % _STAGES
-    meet()  # all warps' scores are done with the rope columns
+    meet()  # all warps have computed their scores and no longer need the rope columns
     _weights_of(ropes, stage).store(weight.to(ropes.dtype))
     tops.index(stage).store(top)
     fades.index(stage).store(fade)
@@ -161,16 +161,16 @@ def _publish(weight, top, fade, latents, ropes, tops, fades, ready, tile, live):
 
 @gluon.jit
 def _release(empty, tile):
-    # One thread arrives for the warpgroup, and each warp knows of its own products only.
+    # One thread arrives for the warpgroup, but a warp knows only that its own products are done: so all meet first.
     meet()
     mbarrier.arrive(empty.index(tile % _STAGES), count=1)
 
 
 @gluon.jit
 def _hand_over(scores, before, own, total, latents, ropes, tops, fades, ready, tile, live, factor):
-    """Softmaxes an own tile, of whose rows `live` are some, and publishes it. Returns (largest scores so far, fade,
-    total), the latter two relative to the former: `fade` from `before`, the largest scores of the tile before, on, and
-    `total` [64], the sum of this warpgroup's weights, which was relative to `own`."""
+    """The softmax of one of this warpgroup's own tiles (its first `live` rows), handed over. Returns (top: the largest
+    scores so far; fade: the factor that rescales sums relative to `before`, the largest scores before the tile, to top;
+    total [64]: the sum of this warpgroup's weights relative to top, where the given total is relative to `own`)."""
     top, weight = _softmax(scores, before, live, factor)
     fade = gl.exp2(before - top)
     _publish(weight, top, fade, latents, ropes, tops, fades, ready, tile, live)
@@ -190,8 +190,8 @@ def _add_own_values(latents, ropes, empty, sums, fade, tile, half: gl.constexpr)
 def _begin(
     q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half: gl.constexpr,
 ):  # fmt: skip
-    """What `_walk` begins with: the first tile, and the second if it is this warpgroup's own. They are no step of its
-    loop: there the assembler would wait for the scores before it scales sums that did not come from a product."""
+    """The first tile, and the second one if it is this warpgroup's own. They are not done in `_walk`'s loop: there the
+    assembler would wait for the scores before it rescales sums that did not come from a product."""
     HALF: gl.constexpr = latents.shape[3]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -224,11 +224,11 @@ def _begin(
 def _walk(
     q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half: gl.constexpr,
 ):  # fmt: skip
-    """All of this program's tiles, `count` > 0: (largest scores [64], sum of the weights of this warpgroup's own tiles
-    [64], sums of values [64, LATENT / 2]).
+    """Goes through all `count` > 0 tiles: (largest scores [64], sum of weights [64] of this warpgroup's own tiles, sums
+    of values [64, LATENT / 2]).
 
-    A step takes a tile of its own, and before that the one before: its values are summed while this one is softmaxed.
-    Nothing is under way when a step ends: else the assembler waits after every product.
+    An iteration handles an own tile and the other's tile before it, whose values are summed during the own one's
+    softmax. No product is in flight when an iteration ends: else the assembler waits after every product.
     """
     own, total, sums = _begin(
         q_latents, q_rope, latents, ropes, tops, fades, full, ready, empty, count, live, factor, half
@@ -247,7 +247,7 @@ def _walk(
         sums = _add_own_values(latents, ropes, empty, sums, fade, tile, half)
     last = count - 1
     top = own
-    if (last > half) & (last % 2 != half):  # the other's, and not the first
+    if (last > half) & (last % 2 != half):  # the last tile is the other's, and `_begin` has not added it
         sums = _issue_others_values(latents, ropes, fades, ready, sums, last, half)
         sums = warpgroup_mma_wait(0, deps=[sums])
         top = tops.index(last % _STAGES).load(own.type.layout)
@@ -256,8 +256,8 @@ def _walk(
 
 @gluon.jit
 def _write(sums, sum_lse, buffer, out, head_stride, lse, first, half: gl.constexpr, HEADS: gl.constexpr):
-    """Normalised `sums` [64, LATENT / 2] to their half of `out`, by `buffer` in shared memory if that is of its type,
-    for whole lines; of the heads from `first` on. The first warpgroup writes their log-sum-exp [64] too."""
+    """Writes normalised `sums` [64, LATENT / 2] to one half of `out`, heads `first` and on; through `buffer` in shared
+    memory, if it has out's dtype, to write whole cache lines. Warpgroup 0 writes the log-sum-exps [64] too."""
     if half == 0:
         if lse is not None:
             head = first + gl.arange(0, _HEADS, layout=sum_lse.type.layout)
@@ -281,8 +281,8 @@ def _consume(
     count, live, factor, whole, out, head_stride, lse, partial, partial_lse, first,
     half: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: walks, then normalises and writes its half of the columns, of the heads from `first` on: to `out`
-    if there is one and the part is the whole context, else to `partial`."""
+    """One warpgroup: computes its half of the columns, normalises it and writes it, for the heads from `first` on, to
+    `out` if there is one and the part is the query's whole context, else to `partial`."""
     HALF: gl.constexpr = latents.shape[3]
     mbarrier.wait(q_full, 0)
     top, mine, sums = _walk(
@@ -291,7 +291,7 @@ def _consume(
     totals.index(half).store(mine)
     meet()
     mbarrier.arrive(done, count=1)
-    mbarrier.wait(done, 0)  # by both: nobody needs the queries any more either
+    mbarrier.wait(done, 0)  # both warpgroups are done, so that the queries' memory can be the buffer below
     total = mine + totals.index(1 - half).load(mine.type.layout)
     divisor = gl.where(total > 0, total, 1.0)
     sum_lse = (top + gl.log2(divisor)) * _LN_2
@@ -308,7 +308,7 @@ def _consume(
 
 @gluon.jit
 def _set_up(q_full, done, full, ready, empty):
-    """All barriers, with how many arrivals they wait for."""
+    """Initialises all barriers with the number of arrivals that they wait for."""
     mbarrier.init(q_full, count=1)
     mbarrier.init(done, count=2)
     for stage in gl.static_range(_STAGES):
@@ -327,14 +327,14 @@ def decode_hopper_wide_kernel(
     partial, partial_lse,
     HEADS: gl.constexpr, LATENT: gl.constexpr, S: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """As decode_hopper_kernel. Descriptors are of q [A, H, W] by blocks of 64 heads and of pages by WIDE_ROWS rows, of
-    LATENT / 2 or 64 columns. A query's blocks of heads are neighbours: one finds the other's rows in the L2."""
+    """As decode_hopper_kernel. Descriptors are of q [A, H, W], by 64 heads, and of pages, by WIDE_ROWS rows, each by
+    LATENT / 2 or 64 columns. A query's blocks of heads are neighbouring programs and share rows through the L2."""
     blocks: gl.constexpr = (HEADS + _HEADS - 1) // _HEADS
     index = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * _HEADS
     read, query, whole, table, first_row, rows = take(part, index, slot, first, length, tables, table_stride)
     if read < 0:
-        wait_for_inputs(OVERLAP)  # else what comes next might begin before what came before has ended
+        wait_for_inputs(OVERLAP)  # every program has to wait (overlap_kernel.py)
         return
     begin = first_row // _ROWS
     count = gl.cdiv(rows, _ROWS)

@@ -1,12 +1,13 @@
-"""Absorbed (decode) attention over paged latent rows, in Triton, with contexts in parts (cut.py).
+"""Absorbed (decode) attention over paged latent rows, in Triton, with contexts cut into parts (split-KV, cut.py).
 
-A queries, H heads here, L latent, R rope part, W = L + R; P pages of S rows. A program takes one part of a query's
-context and up to 64 heads (Flash-Decoding; the online softmax of arXiv 2205.14135). It reads a tile of rows once, and
-uses it twice: as keys, and its latent part as values. Both products are taken transposed, rows by heads: the rows fill
-the tensor cores' long side, so that few heads waste nothing. Where a context has several parts, a second kernel merges
-them.
+A queries, H heads on this rank, L latent, R rope part, W = L + R; P pages of S rows. A program computes attention of
+one query's heads, up to 64 of them, to one part of its context (Flash-Decoding; the online softmax of arXiv
+2205.14135). It reads each tile of rows once and uses it twice: as keys, and its latent part as values. Both products
+are computed transposed, with the rows along the tensor cores' long side and the heads along the short one, so that few
+heads waste nothing. Where a context has several parts, a second kernel merges their results
+(decode_merge_kernel.py).
 
-Bytes to read: W numbers a row and query; operations: 2 (W + L) a row, query and head.
+Memory traffic: W numbers for each row and query. Arithmetic: 2 (W + L) operations for each row, query and head.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -29,9 +30,9 @@ from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# From so many queries on, several programs have to share a multiprocessor.
+# From this number of queries on, tiles are chosen so that several programs share a multiprocessor (choose_config).
 MANY_QUERIES = 32
-# Rows that a program asks the L2 for while the kernel before it ends.
+# How many rows a program prefetches into the L2 cache while the kernel before it ends.
 AHEAD = tl.constexpr(128)
 
 
@@ -46,7 +47,8 @@ def _load_rows(rows, column, live, width: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _page_of(table, tile, stride, last, S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the tile's rows, none of them past `last`: one where a page holds whole tiles, else one a row."""
+    """The page of each row of the tile (of row `last` for rows past it), or a single one where pages hold whole
+    tiles."""
     if S % BLOCK_N == 0:
         row = tl.minimum(tile * BLOCK_N, last)
     else:
@@ -56,8 +58,8 @@ def _page_of(table, tile, stride, last, S: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _fetch(pages, page_stride, row_stride, table, stride, begin, end, S: tl.constexpr, WIDTH: tl.constexpr):
-    """Has the first AHEAD of rows begin to end - 1 fetched into the L2. That they are written afterwards does no harm:
-    writes take place there."""
+    """Prefetches the first AHEAD of rows begin to end - 1 into the L2 cache. A row may still be written after that:
+    writes go to the L2 too, so what is read there later is right."""
     size: tl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
     lines: tl.constexpr = triton.next_power_of_2((WIDTH * size + 127) // 128)
     row = tl.minimum(begin + tl.arange(0, AHEAD), end - 1)
@@ -82,8 +84,12 @@ def _load_parts(rows, live, width: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.
 
 @triton.jit
 def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, PARTS: tl.constexpr):
-    """Online softmax over one tile: `top`, `total` [BLOCK_H] and `sums`, PARTS times [BLOCK_L / PARTS, BLOCK_H], with
-    its rows added. Products of parts of the columns do not wait for one another."""
+    """One step of the online softmax: returns (top, total, sums) with the rows of one tile added.
+
+    top [BLOCK_H]: largest score so far, times log2(e); total [BLOCK_H]: sum of weights; sums: of weighted values, as
+    PARTS blocks [BLOCK_L / PARTS, BLOCK_H]. Latent columns are in blocks because products of different blocks do not
+    have to wait for one another.
+    """
     factor = scale * LOG2_E
     scores = tl.dot(k_rope, q_rope, input_precision="ieee") * factor
     for i in tl.static_range(PARTS):
@@ -102,7 +108,8 @@ def _attend(q_latent, q_rope, k_latent, k_rope, live, scale, top, total, sums, P
 
 @triton.jit
 def _write(sums, divisor, sum_lse, head, live, out, head_stride, lse, LATENT: tl.constexpr, BLOCK_L: tl.constexpr):
-    """sums, blocks of columns [BLOCK_L / their number, BLOCK_H], over divisor [BLOCK_H]."""
+    """Writes the weighted sums, blocks [BLOCK_L / number of blocks, BLOCK_H], divided by divisor [BLOCK_H]; and
+    sum_lse [BLOCK_H] to lse, if there is one."""
     PARTS: tl.constexpr = len(sums)
     for i in tl.static_range(PARTS):
         column = i * (BLOCK_L // PARTS) + tl.arange(0, BLOCK_L // PARTS)
@@ -126,11 +133,12 @@ def decode_kernel(
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr = 1, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """One of the parts [n, 3] a program: a query's only one goes to `out` (if there is one) and `lse` (likewise),
-    others to partial [n, HEADS, LATENT] and partial_lse [n, HEADS]. part None: each query's context is one."""
+    """A program computes one of the parts `part` [n, 3] (cut.py; None: one for each query) for a block of heads. If it
+    is its query's whole context and there is an `out`, the result goes to `out` and `lse` (which may be None); else to
+    partial [n, HEADS, LATENT] and partial_lse [n, HEADS]."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     index = tl.program_id(0) // head_blocks
-    # What is loaded first is a step's index arrays alone, and the page before what its latency can hide.
+    # Before the wait only a step's index arrays may be loaded. The page is loaded early to hide its latency.
     read, begin = index, 0
     if part is not None:
         read = tl.load(part + 3 * index)
@@ -197,26 +205,30 @@ def decode_kernel(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a program is cut: heads and rows a tile, and Triton's options."""
+    """How much a program takes, and Triton's options."""
 
     block_h: int
+    """Heads."""
     block_n: int
+    """Rows of a tile."""
     num_warps: int
     num_stages: int
     parts: int = 1
-    """Blocks that a row's latent columns are taken in."""
+    """Blocks that a row's latent columns are processed in (_attend)."""
     hopper: bool = False
-    """By Hopper's own kernels (decode_hopper_kernel.py)."""
+    """Use the kernels written for Hopper (decode_hopper_kernel.py) instead of this one."""
 
 
 def choose_config(
     heads: int, item_bytes: int, shared_bytes: int, is_hopper: bool, queries: int = MANY_QUERIES
 ) -> DecodeConfig:
-    """For rows of 576 numbers; `shared_bytes` is what a block can get at most.
+    """The configuration of the portable kernel, for rows of 576 numbers. shared_bytes: the shared memory that a block
+    of threads can get at most.
 
-    Triton asks for the tile after next once a tile is done, so that less than three stages overlap little, and only
-    several programs on one multiprocessor do. Three stages of 64 rows do not fit into Hopper's shared memory; still,
-    few queries are faster so, since the scores of 64 rows are left to the tensor cores alone, which few others use.
+    Triton requests the tile after next only when a tile is done. So with fewer than three stages a program overlaps
+    little of its copies with its arithmetic, unless several programs share a multiprocessor. Three stages of 64 rows do
+    not fit into Hopper's shared memory. Few queries are still faster with 64 rows and two stages: the scores of 64 rows
+    are left to the tensor cores alone, which few others use then.
     """
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     if item_bytes > 2:
@@ -231,12 +243,14 @@ def choose_config(
 
 
 def hopper_config(stages: int, heads: int) -> DecodeConfig:
+    """The configuration of Hopper's kernels. stages: of the kernel for up to MOST_HEADS heads."""
     if heads <= MOST_HEADS:
         return DecodeConfig(MOST_HEADS, TILE_ROWS, 4, stages, hopper=True)
     return DecodeConfig(BLOCK_HEADS, WIDE_ROWS, NUM_WARPS, STAGES, hopper=True)
 
 
 def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeConfig:
+    """The configuration for these queries and pages on the device that they lie on."""
     queries, heads, item = len(q), q.shape[1], q.element_size()
     if q.device.type != "cuda":
         return DecodeConfig(16, 32, 4, 1)
@@ -247,7 +261,7 @@ def device_config(q: torch.Tensor, pages: torch.Tensor, latent: int) -> DecodeCo
 
 
 def device_shared_bytes(x: torch.Tensor) -> int:
-    """Shared memory that a program can get where x lies."""
+    """The shared memory in bytes that a program can get at most on the device of x."""
     if not x.is_cuda:
         return 64 << 10
     return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 64 << 10)
@@ -271,7 +285,7 @@ def decode(
 ) -> None:
     """As plugins/mla_attention/decode_reference.py; the last axes are contiguous. bfloat16, float16 or float32.
 
-    Queries of length 0 need no slot. Allocates what is to be merged (torch.empty).
+    A query of length 0 may have any slot or none (-1). Allocates the parts' results (torch.empty).
     """
     if q.numel() == 0:  # also on ranks without heads
         return
@@ -292,8 +306,8 @@ def attention_parts(
     scale: float,
     config: DecodeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to each of the parts: outputs [n, H, L] and log-sum-exp [n, H], float32; past the last, undefined. For
-    at most 64 queries."""
+    """Attention to each of the parts, not merged: outputs [n, H, L] and log-sum-exps [n, H], both float32, undefined
+    past the last part. For at most 64 queries."""
     index = (pages, tables, slot, first, length, parts, stride, latent, scale)
     return _attend_to_parts(q, *index, None, None, config)
 
@@ -313,7 +327,8 @@ def _attend_to_parts(
     lse: torch.Tensor | None,
     config: DecodeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole contexts into out and lse, if there is an out; other parts, or all, into what is returned."""
+    """Computes all parts. With an out, contexts of one part go to out and lse, and only the others' parts into the
+    returned (outputs, log-sum-exps); without, all parts do."""
     heads, width = q.shape[1:]
     room = min(len(parts.part), 2 * extra_parts(len(q)))
     assert out is not None or room == len(parts.part), "no room to keep the parts of so many queries"

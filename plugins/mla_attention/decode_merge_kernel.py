@@ -1,4 +1,4 @@
-"""Triton: what decode attention's programs found in the parts of contexts, merged by their log-sum-exps.
+"""Triton: merges decode attention's results for the parts of a context, weighted by their log-sum-exps.
 
 A queries, H heads, L latent; n parts, those of a query one after another (cut.py).
 """
@@ -15,10 +15,10 @@ import triton.language as tl
 from splash_plugins.mla_attention.cut import Parts
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
-# Parts of a context that a program reads at a time, at most, and numbers of them all.
+# A program reads at most this many parts of a context at a time, and at most this many numbers of them together.
 MERGE_BLOCK = 8
 MERGE_NUMBERS = 4096
-# About so many programs fill an H200; those that find nothing to merge take time too.
+# About so many programs fill an H200. More would cost: programs that find nothing to merge take time too.
 PROGRAMS = 640
 
 
@@ -26,7 +26,7 @@ PROGRAMS = 640
 def _merge_one(
     partial, partial_lse, begin, count, head, column, HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Some columns of one head of `count` parts: (result, log-sum-exp)."""
+    """Merges columns `column` of one head over parts begin to begin + count - 1: (result, log-sum-exp)."""
     top = -float("inf")
     total = 0.0
     sums = tl.zeros([column.shape[0]], tl.float32)
@@ -49,7 +49,7 @@ def _merge_one(
 
 @triton.jit
 def _parts_at(merged, read_part, place, most):
-    """(query, its first part, how many it has) at a place of `merged` [most]; query -1 where there is none."""
+    """Entry `place` of `merged` [most]: (query, its first part, number of its parts); query -1 if there is none."""
     query = tl.load(merged + place, mask=place < most, other=-1).to(tl.int64)
     begin = tl.load(read_part + 2 * query, mask=query >= 0, other=0)
     count = tl.load(read_part + 2 * query + 1, mask=query >= 0, other=0)
@@ -63,15 +63,15 @@ def merge_kernel(
     lse, lse_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partial [n, H, L] and partial_lse [n, H] as decode_kernel wrote them, to out and lse of the queries `merged`
-    [most], where read_part [A, 2] says which parts are theirs."""
+    """Merges partial [n, H, L] and partial_lse [n, H], as decode_kernel wrote them, into out and lse for the queries
+    `merged` [most]; read_part [A, 2] says which parts are a query's."""
     place = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
     query, begin, count = _parts_at(merged, read_part, place, most)
     wait_for_inputs(OVERLAP)
     while query >= 0:
-        # The next one's place is asked for meanwhile: two loads, one after the other.
+        # The next query's parts are looked up while this one's are merged: two dependent loads.
         place += tl.num_programs(0)
         next_query, next_begin, next_count = _parts_at(merged, read_part, place, most)
         result, sum_lse = _merge_one(partial, partial_lse, begin, count, head, column, HEADS, LATENT, BLOCK_S)
@@ -86,7 +86,7 @@ def merge_kernel(
 def merge(
     partial: torch.Tensor, partial_lse: torch.Tensor, parts: Parts, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """What decode_kernel.decode left to merge into out [A, H, L] and lse [A, H]."""
+    """Merges the contexts that have several parts into out [A, H, L] and lse [A, H]."""
     heads, latent = partial.shape[1:]
     block = min(MERGE_NUMBERS // MERGE_BLOCK, triton.next_power_of_2(latent))
     blocks = triton.cdiv(latent, block)

@@ -1,5 +1,5 @@
-"""What Hopper's decode kernels have in common: which part of which context is a program's, where its rows lie, tile by
-tile, and what is done to them before they are copied into shared memory, and after."""
+"""What Hopper's decode kernels have in common: looking up a program's part of a context, finding the page of a tile,
+prefetching rows into the L2 cache, and clearing rows in shared memory that do not belong to the part."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -15,8 +15,9 @@ meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its
 
 @gluon.jit
 def take(part, index, slot, first, length, tables, table_stride):
-    """The `index`th part: its query (-1: it is none's) and that to address, whether it is the query's whole context,
-    this one's first entry in the block tables, the part's first row and how many it has."""
+    """Looks up part `index`. Returns (its query, -1 for padding; the query as an index that is always valid; whether
+    the part is the query's whole context; a pointer to the context's first entry in the block tables; the part's first
+    row; its number of rows)."""
     read = gl.load(part + 3 * index)
     begin = gl.load(part + 3 * index + 1)
     rows = gl.load(part + 3 * index + 2)
@@ -27,14 +28,14 @@ def take(part, index, slot, first, length, tables, table_stride):
 
 @gluon.jit
 def find(table, stride, tile, exists, S: gl.constexpr, ROWS: gl.constexpr):
-    """Page of a tile of ROWS rows, and the tile's first row in it."""
+    """(page, first row in the page) of a tile of ROWS rows of the context."""
     row = tile * ROWS
     return gl.load(table + stride * (row // S), exists, other=0), row % S
 
 
 @gluon.jit
 def seek(table, stride, begin, count, S: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr):
-    """`find` for the first TILES of `count` tiles."""
+    """`find` for the first TILES of the `count` tiles that begin with tile `begin`."""
     places = ()
     for i in gl.static_range(TILES):
         place = find(table, stride, begin + i, i < count, S, ROWS)
@@ -47,8 +48,8 @@ def fetch(
     pages, page_stride, row_stride, table, stride, begin, count, rows,
     S: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Has the first TILES of `count` tiles of ROWS rows fetched into the L2, each by one thread. That rows are written
-    afterwards does no harm: writes take place there."""
+    """Prefetches the first TILES of `count` tiles of ROWS rows into the L2 cache, one thread a tile. A row may still be
+    written after that: writes go to the L2 too, so what is read there later is right."""
     size: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
     index = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     wanted = index < gl.minimum(TILES, count)
@@ -72,7 +73,7 @@ def fetch(
 
 @gluon.jit
 def clear(block, live):
-    """Zeros in the rows from `live` on of a block [rows, columns] in shared memory."""
+    """Sets the rows from `live` on of a block [rows, columns] in shared memory to zero."""
     ROWS: gl.constexpr = block.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     for first in gl.static_range(0, ROWS, 8):
@@ -85,7 +86,7 @@ def clear(block, live):
 
 @gluon.jit
 def write_nothing(out, head_stride, lse, first, BLOCK_H: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr):
-    """What attention to no row is, for BLOCK_H heads from `first` on."""
+    """Writes the result of attention to an empty context, 0 and log-sum-exp -inf, for BLOCK_H heads from `first` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     head = first + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, LATENT, layout=gl.SliceLayout(0, layout))

@@ -1,4 +1,4 @@
-"""Gathers context rows out of this rank's pages, in Triton. P pages of S rows, W = latent + rope, C rows wanted."""
+"""Triton: gathers context rows from this rank's pages. P pages of S rows, W = latent + rope, C rows wanted."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"

@@ -1,7 +1,7 @@
-"""Absorbed (decode) attention as TensorRT calls it. The pool is [P, layers, S, W]; a context is not split.
+"""The absorbed (decode) attention kernel with the arguments that TensorRT passes. The pool is [P, layers, S, W].
 
-A context that is to be attended to in parts is given as several queries, with `first` and `length` of each part, and
-lse_merge after it.
+Contexts are not split. A context that is to be computed in parts is passed as several queries, with `first` and
+`length` of each part, and lse_merge follows.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -51,7 +51,8 @@ def entry(
     item_bytes: int,
     target: GPUTarget,
 ) -> Entry:
-    """pool: (layers, S, W). Grid: queries times blocks of heads (`blocks_of_heads`); the scalar is tables' columns."""
+    """What to compile. pool: (layers, S, W). Grid: queries times `blocks_of_heads`; the scalar is the number of columns
+    of tables."""
     layers, page_tokens, width = pool
     config = choose_config(heads, item_bytes, shared_bytes_of(target), target.arch == HOPPER)
     return Entry(
@@ -79,5 +80,5 @@ def entry(
 
 
 def blocks_of_heads(entry: Entry) -> int:
-    """Programs of one query."""
+    """How many programs one query has: one for each block of heads."""
     return int(-(-entry.constexprs["HEADS"] // entry.constexprs["BLOCK_H"]))

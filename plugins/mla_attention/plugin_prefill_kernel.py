@@ -1,4 +1,5 @@
-"""Expanded (prefill) attention as TensorRT calls it, for one block of context rows: merge blocks with lse_merge."""
+"""The expanded (prefill) attention kernel with the arguments that TensorRT passes. It is for one block of context rows;
+lse_merge merges the results for several."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -41,7 +42,7 @@ def mla_prefill_plugin(
 def entry(
     dtype: str, heads: int, nope: int, rope: int, vd: int, width: int, scale: float, item_bytes: int, target: GPUTarget
 ) -> Entry:
-    """Grid: tiles times `programs_of_a_tile`; the scalar is the number of tiles."""
+    """What to compile. Grid: number of tiles times `programs_of_a_tile`; the scalar is the number of tiles."""
     blocks = choose_blocks(nope, rope, vd, item_bytes, shared_bytes_of(target), False)
     head, tail = split_nope(nope)
     return Entry(

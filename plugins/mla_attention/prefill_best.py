@@ -1,4 +1,5 @@
-"""Prefill attention by the fastest kernel that can do it: Hopper's own where it fits, else the portable one."""
+"""Prefill attention by the faster kernel: the one written for Hopper where it supports the inputs, else the portable
+one."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def prefill(
     lse: torch.Tensor | None,
     merge: bool,
 ) -> None:
-    """As prefill_kernel.prefill, also in that what lies past a segment's keys may be NaN or infinite: its scores are
-    masked, and in the place of its values are zeros (the portable kernel loads them, Hopper's clears its copy)."""
+    """As prefill_kernel.prefill. What lies past a segment's keys may be NaN or infinite with both kernels: scores there
+    are masked, and values are replaced by zeros (the portable kernel masks its loads, Hopper's clears its copy)."""
     hopper = prefill_hopper_kernel.supports(q, rows, k_nope, v)
     chosen = prefill_hopper_kernel.prefill if hopper else prefill_kernel.prefill
     chosen(q, position, rows, k_nope, v, segments, tiles, scale, out, lse, merge)

@@ -1,11 +1,12 @@
-"""Expanded (prefill) attention for Hopper, in Gluon: what prefill_kernel does, with the warps' work cut by hand.
+"""Expanded (prefill) attention for Hopper, in Gluon: as prefill_kernel, with specialised warps.
 
-A block of threads has a warp that copies keys and values into shared memory, two stages ahead (TMA), and two
-warpgroups, each with 64 queries of a tile, which meet the copier at barriers in shared memory and each other nowhere
-(Shah et al., arXiv:2407.08608): while one softmaxes, the other's products fill the tensor cores. Within a warpgroup the
-scores of block j + 1 are computed during the softmax of block j, section 3.2 there.
+A program (a block of threads) has a producer warp, which copies keys and values into shared memory, two stages ahead
+(TMA), and two consumer warpgroups, each with 64 queries of the tile. Consumers synchronise with the producer, through
+barriers in shared memory, but not with each other (FlashAttention-3, Shah et al., arXiv:2407.08608): while one computes
+a softmax, the other's products fill the tensor cores. Within a warpgroup, the values of block j - 1 are summed during
+the softmax of block j (section 3.2 there).
 
-Head dims are multiples of 64, and keys come in chunks of 64 columns: those of the nope part, then the shared rope part.
+Head dims are multiples of 64. Keys come in chunks of 64 columns: those of the nope part, then the shared rope part.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -30,7 +31,7 @@ from splash_plugins.mla_attention.tiles import PREFILL_TILE
 
 CHUNK = 64  # columns of a head dim that are copied together: 128 bytes, the widest swizzle
 STAGES = 2
-HALF = gl.constexpr(64)  # queries of a warpgroup
+HALF = gl.constexpr(64)  # queries of a warpgroup: half a tile
 _meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until Triton 3.6, and since
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
@@ -38,7 +39,7 @@ PRODUCER_REGISTERS = 24
 
 @gluon.jit
 def _place(num_tiles, heads, GROUP: gl.constexpr):
-    """(tile, head) of this program: groups of heads one after another, in each all heads of a tile before the next."""
+    """As prefill_kernel._place."""
     program = gl.program_id(0)
     first = program // (num_tiles * GROUP) * GROUP
     size = min(heads - first, GROUP)
@@ -48,8 +49,8 @@ def _place(num_tiles, heads, GROUP: gl.constexpr):
 
 @gluon.jit
 def _clear(block, begin):
-    """Zeros in the rows from `begin` on of a block [BLOCK_N, VD] in shared memory. By one warp, few numbers at a time:
-    it has few registers."""
+    """Sets the rows from `begin` on of a block [BLOCK_N, VD] in shared memory to zero. The producer warp does it, few
+    numbers at a time: it has few registers."""
     BLOCK_N: gl.constexpr = block.shape[0]
     VALUE: gl.constexpr = block.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -67,10 +68,10 @@ def _produce(
     q, keys, ropes, values, q_buffer, k_buffer, v_buffer, q_full, k_full, k_empty, v_full, v_empty, v_tail,
     query, key_begin, num_keys, blocks, q_column, key_column, value_column,
 ):  # fmt: skip
-    """Copies the tile's queries, then the blocks of keys and values in order.
+    """The producer warp: copies the tile's queries, then the blocks of keys and values in order.
 
-    Past the segment's keys lies another's, or what was there before: values that are weighted with 0, but may be NaN
-    or infinite, and 0 times that is no number. So they are cleared in the block where the segment ends.
+    Past the segment's keys lie another segment's, or old data. Such values get weight 0, but may be NaN or infinite,
+    and 0 times that is NaN. So they are set to zero in the block in which the segment ends.
     """
     CHUNKS: gl.constexpr = q_buffer.shape[0] // 2
     NOPE_CHUNKS: gl.constexpr = CHUNKS - ropes.block_type.shape[1] // 64
@@ -111,7 +112,7 @@ def _produce(
 
 @gluon.jit
 def _issue_scores(q_buffer, k_buffer, k_full, block, half: gl.constexpr, layout: gl.constexpr):
-    """Begins the scores [HALF, BLOCK_N] of a block."""
+    """Starts computing the scores [HALF, BLOCK_N] of a block."""
     CHUNKS: gl.constexpr = q_buffer.shape[0] // 2
     DEPTH: gl.constexpr = k_buffer.shape[0] // CHUNKS
     BLOCK_N: gl.constexpr = k_buffer.shape[1]
@@ -133,14 +134,15 @@ def _issue_scores(q_buffer, k_buffer, k_full, block, half: gl.constexpr, layout:
 
 @gluon.jit
 def _release(barriers, block, DEPTH: gl.constexpr):
-    # One thread arrives for the warpgroup, and each warp knows of its own products only.
+    # One thread arrives for the warpgroup, but a warp knows only that its own products are done: so all meet first.
     _meet()
     mbarrier.arrive(barriers.index(block % DEPTH), count=1)
 
 
 @gluon.jit
 def _softmax(scores, top, total, visible, block, scale, MASKED: gl.constexpr):
-    """(new maximum in units of log2, what the sums so far are scaled by, probabilities, sum)."""
+    """One step of the online softmax: (running maximum of scores times log2(e), factor that rescales the sums so far,
+    the block's weights, sum of weights)."""
     if MASKED:
         columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         BLOCK_N: gl.constexpr = scores.shape[1]
@@ -149,7 +151,7 @@ def _softmax(scores, top, total, visible, block, scale, MASKED: gl.constexpr):
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = new_top
     if MASKED:
-        # A query that has seen nothing so far has -inf, and -inf - -inf is no number.
+        # A query that has seen no key so far has the maximum -inf, and -inf - -inf would be NaN.
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     rescale = gl.exp2(top - shift)
     probability = gl.exp2(scores * scale - shift[:, None])
@@ -161,10 +163,10 @@ def _walk(
     begin, end, probability, top, total, sums, q_buffer, k_buffer, v_buffer, k_full, k_empty, v_full, v_empty,
     visible, scale, half: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of blocks [begin, end), and the sums of values of the blocks before: the values of block j - 1 are summed
-    while block j is softmaxed. `probability` is of block begin - 1; returns that of end - 1.
+    """Scores and softmax of blocks [begin, end), and sums of values of blocks [begin - 1, end - 1): those of block
+    j - 1 are summed during the softmax of block j. `probability`: weights of block begin - 1; returns those of end - 1.
 
-    Nothing is under way when an iteration ends: else the assembler waits after every product.
+    No product is in flight when an iteration ends: else the assembler waits after every product.
     """
     DEPTH: gl.constexpr = v_buffer.shape[0]
     BLOCK_N: gl.constexpr = k_buffer.shape[1]
@@ -190,7 +192,7 @@ def _finish(
     sums, top, total, out, lse, query, valid, out_stride, lse_stride,
     HAS_LSE: gl.constexpr, MERGE: gl.constexpr,
 ):  # fmt: skip
-    """Normalises and writes; MERGE weighs it with what is there. All in the layout of `sums`."""
+    """As prefill_kernel._finish. All arguments are in the layout of `sums`."""
     columns: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
     VALUE: gl.constexpr = sums.shape[1]
     out += query.to(gl.int64)[:, None] * out_stride + gl.arange(0, VALUE, layout=columns)[None, :]
@@ -232,10 +234,10 @@ def _consume(
     valid = query < query_end
     positions = gl.load(position + query, valid, other=first_key - 1)
     visible = gl.minimum(gl.maximum(positions - first_key + 1, 0), num_keys)
-    # Positions ascend: what the first query sees all see; rows that are no queries do not count.
+    # Positions ascend, so all queries see what the first one sees. If this half has none, the tile's last stands in.
     lowest = gl.load(position + min(first + half * HALF, query_end - 1)) - first_key + 1
     full = min(max(lowest, 0), num_keys) // BLOCK_N
-    full = min(max(full, 1), blocks)  # the first block is masked anyway
+    full = min(max(full, 1), blocks)  # the first block is always masked
 
     top = gl.full([HALF], float("-inf"), gl.float32, row_layout)
     total = gl.zeros([HALF], gl.float32, row_layout)
@@ -289,7 +291,7 @@ def _prefill_hopper_kernel(
     if MERGE:
         if seen == 0:
             return
-    blocks = max(gl.cdiv(seen, BLOCK_N), 1)  # where nothing is seen, one that is masked
+    blocks = max(gl.cdiv(seen, BLOCK_N), 1)  # if no key is seen, one block that is all masked
 
     dtype: gl.constexpr = q.dtype
     q_buffer = gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, 64], q.layout)
@@ -335,12 +337,12 @@ def _prefill_hopper_kernel(
 
 
 def block_n(vd: int) -> int:
-    """Keys a block: as many as registers (sums and scores of 64 queries a warpgroup) and shared memory hold."""
+    """Keys of a block: as many as registers (sums and scores of a warpgroup's 64 queries) and shared memory allow."""
     return 128 if vd <= 128 else 64
 
 
 def supports(q: torch.Tensor, rows: torch.Tensor, k_nope: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `prefill` below can do it: Hopper, 16-bit types, head dims in whole chunks, aligned rows."""
+    """Whether `prefill` below can do it: Hopper, 16-bit types, head dims that are whole chunks, aligned rows."""
     nope, vd = k_nope.shape[2], v.shape[2]
     rope = q.shape[2] - nope
     if not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device)[0] != 9:
@@ -353,7 +355,7 @@ def supports(q: torch.Tensor, rows: torch.Tensor, k_nope: torch.Tensor, v: torch
 
 
 def _descriptor(tensor: torch.Tensor, num_rows: int, width: int) -> TensorDescriptor:
-    """Of a tensor [C, ..., d] as a matrix: one row of it holds all heads."""
+    """A descriptor of a tensor [C, ..., d] as a matrix of C rows, each of which holds all heads."""
     columns = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(tensor, [len(tensor), columns], [tensor.stride(0), 1], [num_rows, width], layout)
@@ -372,7 +374,7 @@ def prefill(
     lse: torch.Tensor | None,
     merge: bool,
 ) -> None:
-    """As prefill_kernel.prefill, for what `supports` says."""
+    """As prefill_kernel.prefill, for inputs that `supports` accepts."""
     heads, nope = k_nope.shape[1:]
     rope, vd = q.shape[2] - nope, v.shape[2]
     assert scale > 0 and out.stride(-1) == 1

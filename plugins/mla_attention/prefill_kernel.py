@@ -1,8 +1,9 @@
-"""Expanded (prefill) attention over one round of up-projected context, in Triton.
+"""Expanded (prefill) attention over one round of context, in Triton: keys and values are given, up-projected.
 
-E queries here, h heads, nope and R (rope) parts of the head dim, vd value dim, C rows of the round's buffer, S
-segments, n tiles. Flash attention (Dao, arXiv:2307.08691): a program keeps one tile of queries of one head and walks
-its keys. The rope part of a key is the same for all heads and is read from the context rows.
+E queries on this rank, h heads, nope and R (rope) parts of the head dim, vd value dim, C rows of the round's buffer, S
+segments, n tiles. Flash attention (Dao, arXiv:2307.08691): a program keeps a tile of queries of one head, or a part of
+a tile, and loops over the keys that it sees. The rope part of a key is the same for all heads and is read from the
+context rows.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -21,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from splash_plugins.mla_attention.tiles import PREFILL_TILE
 
-HEAD_GROUP = 16  # heads whose keys are read at about the same time: what they have in common with L2's size
+HEAD_GROUP = 16  # heads that run at about the same time, few enough that their keys and values stay in the L2 cache
 LOG2_E = 1.4426950408889634
 
 
@@ -30,8 +31,8 @@ def _load(
     source, row, end, row_stride, column,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows [row, row + ROWS) and columns [column, column + WIDTH) of a matrix, padded to PADDED columns; 0 past row
-    `end` (through a descriptor: past the whole matrix)."""
+    """Rows [row, row + ROWS) and columns [column, column + WIDTH) of a matrix, padded to PADDED columns. Zeros from row
+    `end` on; with TMA (source is a descriptor) only past the whole matrix."""
     if TMA:
         tile = source.load([row, column])
     else:
@@ -50,7 +51,7 @@ def _scores(
     BLOCK_N: tl.constexpr, NOPE: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr,
     ROPE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] float32, unscaled."""
+    """The scores [BLOCK_M, BLOCK_N] of one block of keys, float32, not scaled yet."""
     ropes = _load(key_ropes, row, end, rope_stride, 0, BLOCK_N, R, ROPE, TMA)
     scores = tl.dot(q_rope, ropes.T, input_precision=PRECISION)
     if TAIL > 0:
@@ -62,9 +63,10 @@ def _scores(
 
 @triton.jit
 def _accumulate(scores, top, total, acc, values, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One block's (running maximum in units of log2, sum, accumulator)."""
+    """One step of the online softmax: (running maximum of scores times log2(e), sum of weights, sum of weighted values)
+    with one block of keys added."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    # A query that has seen nothing so far has -inf, and -inf - -inf is no number.
+    # A query that has seen no key so far has the maximum -inf, and -inf - -inf would be NaN.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     rescale = tl.exp2(top - shift)
     probability = tl.exp2(scores * scale - shift[:, None])
@@ -75,7 +77,8 @@ def _accumulate(scores, top, total, acc, values, scale, MASKED: tl.constexpr, PR
 
 @triton.jit
 def _place(num_tiles, heads, GROUP: tl.constexpr):
-    """(tile, head) of this program: groups of heads one after another, in each all heads of a tile before the next."""
+    """(tile, head) of this program. Programs go through one group of heads after another; within a group, through all
+    heads of a tile before the next tile."""
     program = tl.program_id(0)
     first = program // (num_tiles * GROUP) * GROUP
     size = min(heads - first, GROUP)
@@ -88,7 +91,7 @@ def _finish(
     acc, top, total, out, lse, query, valid, out_stride, lse_stride,
     VD: tl.constexpr, VALUE: tl.constexpr, HAS_LSE: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and writes; MERGE weighs it with what is there."""
+    """Normalises and writes the result; with MERGE it is merged with the result so far, by their log-sum-exps."""
     out += query.to(tl.int64)[:, None] * out_stride + tl.arange(0, VALUE)[None, :]
     lse += query.to(tl.int64) * lse_stride
     mask = valid[:, None] & (tl.arange(0, VALUE) < VD)[None, :]
@@ -134,12 +137,13 @@ def _prefill_kernel(
     query = first + tl.arange(0, BLOCK_M)
     valid = query < query_end
     positions = tl.load(position + query, valid, other=first_key - 1)
-    visible = key_begin + tl.minimum(tl.maximum(positions - first_key + 1, 0), key_end - key_begin)  # ends of rows
+    # A query sees the rows from key_begin to its `visible`, exclusive.
+    visible = key_begin + tl.minimum(tl.maximum(positions - first_key + 1, 0), key_end - key_begin)
     end = tl.max(visible, 0)
     if MERGE:
         if end == key_begin:
             return
-    # Blocks that every query of the tile sees whole need no mask.
+    # Blocks of keys that every query sees whole need no mask.
     full = tl.min(tl.where(valid, visible, key_end), 0)
     full_end = key_begin + (full - key_begin) // BLOCK_N * BLOCK_N
 
@@ -169,7 +173,8 @@ def _prefill_kernel(
             q_main, q_tail, q_rope, keys, keys_tail, key_ropes, row, end, key_stride, rope_stride, key_column,
             BLOCK_N, NOPE, HEAD, TAIL, R, ROPE, TMA, PRECISION,
         )  # fmt: skip
-        # Past `end` may lie anything, which times a probability of 0 may be no number: not through the descriptor.
+        # Past `end` may lie anything, also NaN, which stays NaN times a weight of 0. So values are loaded here with a
+        # mask, which a descriptor cannot do.
         v = _load(value_data, row, end, value_stride, value_column, BLOCK_N, VD, VALUE, False)
         scores = tl.where((row + tl.arange(0, BLOCK_N))[None, :] < visible[:, None], scores, float("-inf"))
         top, total, acc = _accumulate(scores, top, total, acc, v, scale, True, PRECISION)
@@ -178,23 +183,27 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How a launch cuts its work. `tma`: keys and values come through tensor descriptors (from compute capability 9.0,
-    16-bit types, parts of the head dim that need no padding)."""
+    """How a launch cuts its work."""
 
     block_m: int
+    """Queries of a program."""
     block_n: int
+    """Keys of a block."""
     warps: int
     stages: int
     tma: bool = False
+    """Load keys and values through tensor descriptors: from compute capability 9.0 on, for 16-bit types and parts of
+    the head dim that need no padding."""
 
     def shared_bytes(self, depth: int, value: int, itemsize: int) -> int:
-        """About what a block asks for: queries, keys and values of every stage."""
+        """About how much shared memory a program needs: for queries, and for keys and values in every stage."""
         keys = self.block_n * (depth + value) * itemsize
         return self.block_m * depth * itemsize + keys * self.stages + 4096
 
 
 def split_nope(nope: int) -> tuple[int, int]:
-    """(head, tail): powers of two from 16 that hold nope columns with the least padding; tail 0 where one is enough."""
+    """(head, tail): two powers of two, 16 or more, that together hold nope columns with less padding than one would;
+    tail is 0 where one does as well."""
     whole = max(16, triton.next_power_of_2(nope))
     head = whole // 2
     if head < 16 or nope <= head:
@@ -204,11 +213,12 @@ def split_nope(nope: int) -> tuple[int, int]:
 
 
 def pad(dim: int) -> int:
+    """The power of two, 16 or more, that dim columns are padded to."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def choose_blocks(nope: int, rope: int, vd: int, itemsize: int, shared_bytes: int, tma: bool) -> Blocks:
-    """The largest blocks that fit the shared memory of a block of threads (and registers, on Hopper)."""
+    """The largest blocks that fit into the shared memory of a block of threads (and into registers, on Hopper)."""
     depth, value = sum(split_nope(nope)) + pad(rope), pad(vd)
     tries = [
         Blocks(block_m=128, block_n=64, warps=8, stages=3),
@@ -220,7 +230,7 @@ def choose_blocks(nope: int, rope: int, vd: int, itemsize: int, shared_bytes: in
         Blocks(block_m=16, block_n=16, warps=4, stages=1),
     ]
     if itemsize > 2:
-        tries = tries[-2:]  # products without tensor cores, unrolled: larger ones take minutes to compile
+        tries = tries[-2:]  # float32 products are unrolled, not on tensor cores: larger ones take minutes to compile
     for blocks in tries:
         if blocks.shared_bytes(depth, value, itemsize) <= shared_bytes:
             return replace(blocks, tma=tma)
@@ -232,13 +242,14 @@ def choose_blocks(nope: int, rope: int, vd: int, itemsize: int, shared_bytes: in
 
 @cache
 def _device_limits(index: int) -> tuple[int, bool]:
-    """(shared memory of a block in bytes, whether it has tensor descriptors)."""
+    """(the most shared memory of a block of threads in bytes, whether the GPU has tensor descriptors)."""
     properties = torch.cuda.get_device_properties(index)
     shared = int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
     return shared, torch.version.hip is None and properties.major >= 9
 
 
 def _tma_fits(nope: int, rope: int, vd: int, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensor descriptors can load these tensors: no padding, 16-bit types, 16-byte alignment."""
     exact = sum(split_nope(nope)) == nope and pad(rope) == rope and pad(vd) == vd
     return exact and all(
         t.element_size() == 2 and t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and len(t) > 0
@@ -247,7 +258,7 @@ def _tma_fits(nope: int, rope: int, vd: int, tensors: Sequence[torch.Tensor]) ->
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Of a tensor [C, ..., d] as a matrix: one row of it may hold all heads."""
+    """A descriptor of a tensor [C, ..., d] as a matrix of C rows, each of which may hold all heads."""
     columns = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
     return TensorDescriptor(tensor, [len(tensor), columns], [tensor.stride(0), 1], [rows, width])
 
@@ -268,14 +279,15 @@ def prefill(
 ) -> None:
     """Attention of this round's queries to its keys, written to out and lse, or merged into them.
 
-    q [E, h, nope + R], rotated, its last dim dense; position [E] int32; rows [C, W], of which the last R are the keys'
-    rotated rope part; k_nope [C, h, nope]; v [C, h, vd]; segments [S, 5] int32 (query_begin, query_end, key_begin,
-    key_end, first_key): queries [query_begin, query_end) see those of the rows key_begin … key_end - 1, at positions
-    first_key, first_key + 1, …, that are not beyond their own position; tiles [n, 2] int32 from tiles_of (tiles.py),
-    padded with segment NO_TILE. scale > 0. out [E, h, vd]; lse [E, h] float32, natural logarithm.
-    merge=False writes out and lse, 0 and -inf for a query that sees nothing. merge=True: both hold the result over
-    other keys so far, out in float32, and the two are merged by log-sum-exp. Queries in no tile are left alone.
-    Of rows, k_nope and v only a segment's keys count for its queries; what lies beside them may be NaN or infinite.
+    q [E, h, nope + R], rotated; position [E] int32; rows [C, W], whose last R columns are the keys' rotated rope part;
+    k_nope [C, h, nope]; v [C, h, vd]; scale > 0.
+    segments [S, 5] int32 (query_begin, query_end, key_begin, key_end, first_key): rows key_begin … key_end - 1 hold
+    the keys at positions first_key, first_key + 1, …, and queries [query_begin, query_end) see those of them that are
+    not beyond their own position. tiles [n, 2] int32: from tiles_of (tiles.py), padded with segment NO_TILE.
+    out [E, h, vd]; lse [E, h] float32, natural logarithm.
+    merge=False writes out and lse; a query that sees nothing gets 0 and -inf. merge=True: out (float32) and lse hold
+    the result over other keys, and this one is merged with it by log-sum-exp. Queries in no tile are left alone.
+    Rows of rows, k_nope and v that are no keys of a segment do not matter to it, even if they are NaN or infinite.
     All tensors may be slices of others; q, rows, k_nope, v and out are dense in their last dim.
     """
     heads, nope = k_nope.shape[1:]

@@ -1,4 +1,4 @@
-"""The plain torch truth of prefill_kernel.prefill, with its signature."""
+"""What prefill_kernel.prefill computes, in plain torch, with the same signature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def prefill(
     lse: torch.Tensor | None,
     merge: bool,
 ) -> None:
-    """Shapes and meaning as in prefill_kernel.prefill; of the tiles, only which segments they name counts."""
+    """Shapes and meaning as in prefill_kernel.prefill. Of the tiles, only the segments that they name matter: those are
+    computed whole."""
     nope = k_nope.shape[2]
     rope = q.shape[2] - nope
     named = set(tiles[:, 0].tolist())

@@ -1,24 +1,24 @@
-"""Latent attention over paged rows: absorbed (decode) and expanded (prefill), plain torch.
+"""Latent attention (MLA), absorbed (decode, over paged rows) and expanded (prefill), in plain torch.
 
-H heads here, L latent, R rope part, W = L + R, n queries, C context rows. Scores are softmaxed in float32 or wider.
-Both return the natural-log sum of exponentials, so that partial results over parts of a context can be merged; a query
-with no context here gets output 0 and -inf.
+H heads on this rank, L latent, R rope part, W = L + R, n queries, C context rows. The softmax is taken in float32 or
+wider. Both functions also return the log-sum-exp of the scores (natural logarithm), by which results over parts of a
+context can be merged; a query that sees no row gets output 0 and log-sum-exp -inf.
 """
 
 from __future__ import annotations
 
 import torch
 
-MAX_GATHERED = 1 << 25  # numbers gathered from pages at a time; bounds temporary memory
+MAX_GATHERED = 1 << 25  # at most so many numbers are gathered from pages at a time, to bound temporary memory
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in: float32, or float64 where the inputs are that."""
+    """The dtype that sums are taken in (the wide dtype): float32, or float64 if the inputs are float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(probabilities, log-sum-exp) over the last axis; rows of nothing but -inf give 0 and -inf."""
+    """(probabilities, log-sum-exp) over the last axis; a row of -inf only gives 0 and -inf."""
     lse = torch.logsumexp(scores, dim=-1)
     shift = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
     return torch.exp(scores - shift[..., None]), lse
@@ -33,10 +33,10 @@ def mla_decode(
     latent: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed queries against latent rows.
+    """Attention of absorbed queries to latent rows.
 
-    q [n, H, W]; pages [num_pages, page_tokens, W] of one layer; tables [n, P], the pages that hold each query's context
-    in order (entries past it are ignored); length [n], rows of context each query sees.
+    q [n, H, W]; pages [num_pages, page_tokens, W] of one layer; tables [n, P]: the pages that hold each query's
+    context, in order (entries past its end are ignored); length [n]: rows of context that each query sees.
     Returns outputs [n, H, L] and log-sum-exp [n, H], both in the wide dtype.
     """
     n, heads, width = q.shape
@@ -53,7 +53,7 @@ def mla_decode(
         part = slice(begin, begin + step)
         taken = tables[part, :used].clamp(min=0)
         rows = pages.index_select(0, taken.flatten()).view(len(taken), -1, width).to(dtype)  # [m, C, W]
-        shortest = int(length[part].min())  # up to there every query sees every row
+        shortest = int(length[part].min())  # every query sees every row before this one: no mask is needed there
         hidden = position[shortest:] >= length[part, None]  # [m, C - shortest]
         rows[:, shortest:].masked_fill_(hidden[..., None], 0)  # stale bytes may be NaN
         scores = torch.bmm(q[part].to(dtype), rows.transpose(1, 2)) * scale

@@ -1,18 +1,19 @@
-"""The tiles of queries that expanded attention is cut into. Numpy on the host, which needs no Triton."""
+"""Cuts the queries of expanded (prefill) attention into tiles. Numpy, on the host; needs no Triton."""
 
 from __future__ import annotations
 
 import numpy as np
 
-PREFILL_TILE = 128  # queries a tile
-NO_TILE = -1  # segment of a padded tile
+PREFILL_TILE = 128  # queries in a tile
+NO_TILE = -1  # the segment of a tile that is padding
 
 
 def tiles_of(segments: np.ndarray) -> np.ndarray:
-    """Tiles [n, 2] int32 (segment, first query) of segments [S, 5] (query_begin, query_end, key_begin, key_end,
-    first_key): longest first, so that the last programs to run are short ones.
+    """The tiles [n, 2] int32 (segment, first query) of segments [S, 5] (query_begin, query_end, key_begin, key_end,
+    first_key; see prefill_kernel.prefill). Tiles with most work come first, so that the programs that run last are
+    short.
 
-    A tile's work is taken to be what it sees if the segment's last query sees the segment's last key.
+    A tile's work is estimated as the keys that it sees if the segment's last query sees the segment's last key.
     """
     tiles: list[tuple[int, int, int]] = []
     for index, (begin, end, key_begin, key_end, _) in enumerate(segments.tolist()):

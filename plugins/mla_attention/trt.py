@@ -1,5 +1,5 @@
-"""splash::mla_attention: absorbed queries against paged latent rows, as decode_reference.py; and
-splash::mla_prefill: expanded queries against one block of context rows, as prefill_reference.py."""
+"""TensorRT plugins. splash::mla_attention: attention of absorbed queries to paged latent rows, as decode_reference.py;
+splash::mla_prefill: attention of expanded queries to one block of context rows, as prefill_reference.py."""
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
@@ -18,14 +18,15 @@ PREFILL = "splash::mla_prefill"
 
 
 def register(target: GPUTarget) -> None:
-    """H heads here (h of an expanded block), L latent, R rope part, W = L + R; pages of S rows, C of them a request."""
+    """H heads on this rank (h in an expanded block of heads), L latent, R rope part, W = L + R; pages of S rows, a
+    block table of C pages for each request."""
     _register_decode(target)
     _register_prefill(target)
 
 
 def _register_decode(target: GPUTarget) -> None:
-    """q [A, H, W], pool [P, layers, S, W], tables [slots, C], slot, first, length [A] int32; out [A, H, L] as q,
-    lse [A, H] float32."""
+    """Inputs: q [A, H, W], pool [P, layers, S, W], tables [slots, C], slot, first, length [A] int32. Outputs: out
+    [A, H, L] of q's dtype, lse [A, H] float32."""
 
     @trtp.register(NAME)
     def describe(
@@ -79,9 +80,9 @@ def _register_decode(target: GPUTarget) -> None:
 
 
 def _register_prefill(target: GPUTarget) -> None:
-    """q [E, h, nope + R], position [E] int32, rows [C, W], k_nope [C, h, nope], v [C, h, vd], segments [S, 5] and tiles
-    [n, 2] int32 (plugins/mla_attention/prefill_kernel.py); out [E, h, vd] as q, lse [E, h] float32, both undefined for
-    queries in no tile."""
+    """Inputs: q [E, h, nope + R], position [E] int32, rows [C, W], k_nope [C, h, nope], v [C, h, vd], segments [S, 5]
+    and tiles [n, 2] int32 (as prefill_kernel.prefill has them; here C and S count context rows and segments). Outputs:
+    out [E, h, vd] of q's dtype, lse [E, h] float32, both undefined for queries in no tile."""
 
     @trtp.register(PREFILL)
     def describe(

@@ -1,4 +1,4 @@
-"""Triton: add to the residual and normalise it, one program a row that stays in registers in between.
+"""Triton: adds a layer's output to the residual and normalises the sum. One program a row, which stays in registers.
 
 T tokens, D hidden; n bytes a number. Reads 2TDn and writes 2TDn bytes (half of each without delta).
 """
@@ -17,7 +17,7 @@ from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 @triton.jit
 def rms_scaled(x, weight, eps, size: tl.constexpr):
-    """x (float32, zeros past `size`) normed, rounded to the dtype of weight, times weight: as ops.rms_norm rounds."""
+    """The RMS norm of x (float32, zeros past `size`), rounded to weight's dtype, times weight, as in ops.rms_norm."""
     inverse = tl.rsqrt(tl.sum(x * x) / size + eps)
     return (x * inverse).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
@@ -66,5 +66,5 @@ def add_norm(
 
 
 def norm_warps(block: int) -> int:
-    """Warps for a row of `block` numbers: two 16-byte loads a thread and operand, as far as 8 warps."""
+    """Warps for a row of `block` numbers: a thread takes 16 of each operand (two 16-byte loads), as far as 8 warps."""
     return max(1, min(8, block // 512))

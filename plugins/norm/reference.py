@@ -1,4 +1,4 @@
-"""Add what a layer returned to the residual and normalise the sum, plain torch.
+"""Adds a layer's output to the residual and normalises the sum, in plain torch.
 
 T tokens, D hidden.
 """
@@ -13,7 +13,8 @@ from splash_engines import ops
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> None:
-    """hidden [T, D] += delta [T, D] in place, out [T, D] = RMS norm of the sum (as rounded) * weight [D]."""
+    """hidden [T, D] += delta [T, D], if there is one, in place; out [T, D] = RMS norm of the rounded sum, times weight
+    [D]."""
     if delta is not None:
         hidden.add_(delta)
     out.copy_(ops.rms_norm(hidden, weight, eps))

@@ -1,6 +1,6 @@
-"""Triton: copies whole cache pages, for few at a time inside a step; large moves are the copy engines' job.
+"""Triton: copies whole cache pages, a few at a time inside a step; large moves are left to the copy engines.
 
-A program copies one block of one page. The source may be a peer's pool, mapped into this rank's addresses.
+A program copies one block of one page. The source may be another rank's pool that is mapped into this rank.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -17,7 +17,7 @@ BLOCK = 4096
 
 @triton.jit
 def transfer_kernel(source, taken, placed, pool, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """source [P', SIZE] and pool [P, SIZE], contiguous; program (page, block of it)."""
+    """source [P', SIZE] and pool [P, SIZE], contiguous. Grid: (pages, blocks of a page)."""
     index = tl.program_id(0)
     to = tl.load(placed + index).to(tl.int64)
     if to >= 0:

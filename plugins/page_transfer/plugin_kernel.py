@@ -1,4 +1,5 @@
-"""page_transfer's kernel as TensorRT calls it. The pool is [P, …], in and out at the same address."""
+"""page_transfer's kernel with the arguments that TensorRT passes. The pool is [P, …], input and output at the same
+address."""
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +19,7 @@ def page_transfer_plugin(source, taken, placed, pool, written, SIZE: tl.constexp
 
 
 def entry(dtype: str, size: int) -> Entry:
-    """size: numbers in a page. Grid: (pages to copy, blocks of a page)."""
+    """What to compile. size: numbers in a page. Grid: (pages to copy, blocks of a page)."""
     return Entry(
         function=page_transfer_plugin,
         inputs={"source": dtype, "taken": "*i32", "placed": "*i32", "pool": dtype},

@@ -1,4 +1,5 @@
-"""splash::page_transfer: whole cache pages from one pool into another, or within one, in place. As reference.py."""
+"""TensorRT plugin splash::page_transfer: copies whole cache pages from one pool into another or within one, as
+reference.py."""
 
 # TensorRT reads annotations as they are: no `from __future__ import annotations` here. It wants implementations to
 # take the arguments of their descriptions under the same names, used or not.
@@ -17,7 +18,8 @@ NAME = "splash::page_transfer"
 
 
 def register(target: GPUTarget) -> None:
-    """source [P', …], taken, placed [n] int32 (placed -1: not copied), pool [P, …]; the pool again, in its place."""
+    """Inputs: source [P', …], taken, placed [n] int32 (placed -1: not copied), pool [P, …]. Output: the pool, in
+    place."""
 
     @trtp.register(NAME)
     def describe(

@@ -1,24 +1,24 @@
-"""Kernels that read rows where other ranks have put them, in memory mapped into every rank, after all have met.
+"""Kernels in which all ranks meet and then read rows from each other's mailboxes: memory that every rank has mapped.
 
-Each rank has a mailbox: `bases` [N] int64 (on the device) are their addresses as this rank sees them, all 256-byte
-aligned, and what is to be read lies at the same byte offset `start` in all. A mailbox begins with its flags, int32:
+Each rank has a mailbox. `bases` [N] int64 (on the device): their addresses as this rank sees them, all 256-byte
+aligned. What is to be read lies at the same byte offset `start` in all. A mailbox begins with its flags, int32:
 
-    [rank r, block b]  how often block b of rank r has come to a meeting, written by rank r
-    [block b]          how often this rank's block b has: nobody else reads it
+    [rank r, block b]  how many meetings block b of rank r has come to, written by rank r
+    [block b]          the same for this rank's own block b; no other rank reads it
 
-Meeting. Block b of every rank adds one to its own count, writes that to its place in every other mailbox, and waits
-until its own mailbox shows the others' counts. So it goes on once block b of every rank has begun, and therefore
-everything before this kernel in every rank's stream is done and visible (release and acquire at system scope): a kernel
-that begins while the one before it ends has waited for that before it comes to the meeting (wait_for_inputs). Counts
-live on the device and never return to zero, so a captured graph may be replayed among any other launches; a rank is at
-most one meeting ahead of another's block, so a count that wraps around is told from an old one by the sign of the
-difference. The grid must be the same on all ranks, and so must the order of launches. The wait itself has no end: a
-rank that never comes leaves the others' kernels running, and shows as a step that the host waits for in vain.
+Meeting. Block b of every rank adds one to its own count, writes the count to its place in every other mailbox, and
+waits until its own mailbox shows the others' counts. So it goes on only when block b of every rank has begun; then all
+that is before this kernel in every rank's stream is done and visible (release and acquire at system scope): a kernel
+that starts while the one before it ends has waited for that one before it meets (wait_for_inputs). Counts live on the
+device and are never reset, so a captured graph may be replayed among any other launches. A rank is at most one meeting
+ahead of another's block, so the sign of the difference tells a count that has wrapped around from an old one. The grid
+and the order of launches must be the same on all ranks. The wait has no timeout: if a rank never comes, the others'
+kernels keep running, and the host waits for the step in vain.
 
-Blocks that cannot run at the same time do no harm: block b waits for the other ranks' block b alone, and blocks are
-given to a GPU in their order.
+Not all blocks have to run at the same time: block b waits for the other ranks' block b only, and a GPU starts blocks
+in order.
 
-Sums are in float32 (float64 for float64) in rank order: the same bits on every rank.
+Sums are taken in float32 (float64 for float64) in rank order: the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLAG_BYTES = (MAX_RANKS + 1) * MAX_BLOCKS * 4
 
 @triton.jit
 def meet(bases, rank, SIZE: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr):
-    """Returns once this block of every rank is here. Whatever they wrote before can then be read."""
+    """Returns when this block of every rank has come here. What they wrote before that can then be read."""
     block = tl.program_id(0)
     own = tl.load(bases + rank).to(tl.pointer_type(tl.int32))
     count_at = own + RANKS * BLOCKS + block
@@ -55,13 +55,13 @@ def meet(bases, rank, SIZE: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.conste
 
 @triton.jit
 def _at(bases, peer, start, like, ALIGN: tl.constexpr = 16):
-    """Where rank `peer` has what lies at `start`, a multiple of ALIGN bytes, as a pointer like `like`."""
+    """A pointer of the type of `like` to byte `start`, a multiple of ALIGN, of rank `peer`'s mailbox."""
     return tl.multiple_of((tl.load(bases + peer) + start).to(like.dtype), ALIGN)
 
 
 @triton.jit
 def _wide(x):
-    """float32, or float64 if it is that."""
+    """x in float32, or in float64 if it is float64."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
@@ -72,7 +72,7 @@ def meet_kernel(bases, rank, SIZE: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl
 
 @triton.jit
 def _tile(tile, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tile's rows, where their numbers are in [count, width], and which of them there are."""
+    """(row indices of a tile, offsets of its numbers in [count, width], mask of those that exist)."""
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -81,7 +81,7 @@ def _tile(tile, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _parts(bases, start, like, begin, row, at, mask, num_rows, SIZE: tl.constexpr, SUMMED: tl.constexpr):
-    """Each rank's numbers at begin + `at`; SUMMED: those of the rank alone that has summed the row."""
+    """Every rank's numbers at offsets begin + at; SUMMED: only those of the rank that has summed the row already."""
     if SUMMED:
         owner = tl.minimum(row * SIZE // tl.maximum(num_rows, 1), SIZE - 1)
         source = tl.multiple_of((tl.load(bases + owner) + start).to(like.dtype), [16])
@@ -117,10 +117,10 @@ def sum_rows_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """hidden [num_rows, width] += rows of all ranks, out = norm(hidden) * weight.
+    """hidden [num_rows, width] += sum of all ranks' rows, then, with NORM, out = norm(hidden) * weight.
 
-    SPREAD: hidden is rows offsets[rank] … offsets[rank + 1] - 1 of those in the mailboxes. SUMMED: each rank has summed
-    its slice of the rows already (see `slice_of`), which alone is read.
+    SPREAD: hidden has only rows offsets[rank] … offsets[rank + 1] - 1 of those in the mailboxes. SUMMED: each rank has
+    summed one slice of the rows already (sum_slice_kernel), and a row is read from the rank that has summed it.
     """
     column = tl.arange(0, COLUMNS)
     if NORM:
@@ -136,7 +136,7 @@ def sum_rows_kernel(
     begin = first.to(tl.int64) * width if SPREAD else 0  # type: ignore[attr-defined]
     programs = tl.num_programs(0)
     tiles = tl.cdiv(count, ROWS)
-    # Of the tile to come, so that others' rows are on their way while those of this one are summed and normed.
+    # The next tile's rows are requested while this one's are summed and normed.
     row, at, mask = _tile(tl.program_id(0), count, width, ROWS, COLUMNS)
     parts = _parts(bases, start, hidden, begin, row, at, mask, num_rows, SIZE, SUMMED)
     for tile in range(tl.program_id(0), tiles, programs):
@@ -171,9 +171,9 @@ def sum_slice_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Sums this rank's slice of the [num_rows, width] rows in all mailboxes, and puts it in the place of its own rows.
+    """Sums this rank's slice of the [num_rows, width] rows over all mailboxes, in place, in this rank's own mailbox.
 
-    Rows row with row * SIZE // num_rows = rank are its slice. Nobody else reads them here. `like` gives the dtype.
+    The slice is the rows with row * SIZE // num_rows = rank; no other rank reads those. `like` gives the dtype.
     """
     wait_for_inputs(OVERLAP)
     if MEET:
@@ -207,7 +207,8 @@ def gather_rows_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """out [total, width]: rank r's first offsets[r + 1] - offsets[r] rows (num_rows of each if not SPREAD), stacked."""
+    """out [total, width]: all ranks' rows, stacked: of rank r its first offsets[r + 1] - offsets[r] rows, or num_rows
+    of every rank without SPREAD."""
     wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
@@ -253,8 +254,8 @@ def pick_rows_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """out[i] [width]: what lies index[i] * stride (+ sub_index[i] * sub_stride if SUB) numbers after `start` in
-    sources[rank_of[i]]. Where rank_of[i] is -1 zeros if FILL, else nothing is written."""
+    """out[i] [width]: the numbers at sources[rank_of[i]] + start, index[i] * stride (+ sub_index[i] * sub_stride if
+    SUB) numbers on. Where rank_of[i] is -1, zeros are written if FILL, else nothing."""
     wait_for_inputs(OVERLAP)
     if MEET:
         meet(bases, rank, SIZE, BLOCKS, RANKS)
@@ -291,9 +292,9 @@ def to_owners_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """out [num_rows, heads, width]: rank r has q [A, h_r, width], and row i of out is row owned[i] of all ranks' q.
-
-    h_r: the heads cut evenly, the larger parts first. Where owned[i] is -1 nothing is written.
+    """Gathers all heads of the queries that this rank owns: out [num_rows, heads, width], whose row i is row owned[i]
+    of every rank's q [A, h_r, width]. h_r: the heads cut evenly over ranks, the larger parts first. Where owned[i] is
+    -1, nothing is written.
     """
     wait_for_inputs(OVERLAP)
     if MEET:
@@ -334,10 +335,9 @@ def merge_parts_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """out [num_rows, heads, width], row i: row offsets[rank] + i of all ranks, weighted by exp(their log-sum-exp).
-
-    Ranks' results [T, heads, width] begin at `start`, their log-sum-exp [T, heads] at `lse_start`. A result whose
-    log-sum-exp is -inf counts for nothing, whatever it holds.
+    """Merges attention over the ranks' parts of contexts: row i of out [num_rows, heads, width] is rows offsets[rank]
+    + i of all ranks' results, weighted by the exp of their log-sum-exps. Results [T, heads, width] begin at `start`,
+    log-sum-exps [T, heads] at `lse_start`. A result with log-sum-exp -inf is ignored, whatever it holds.
     """
     wait_for_inputs(OVERLAP)
     if MEET:
@@ -384,8 +384,8 @@ def gather_small_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """out [N, length]: every rank's x [length]. Goes through the mailboxes: block b of each rank puts there what block
-    b of the others reads, so that one meeting does."""
+    """out [N, length]: every rank's x [length]. Block b of a rank puts into the mailbox exactly what block b of other
+    ranks reads, so that one meeting is enough."""
     wait_for_inputs(OVERLAP)
     own = _at(bases, rank, start, out)
     for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):

@@ -54,18 +54,18 @@ def _sent(x, INTEGER: tl.constexpr, SIGN: tl.constexpr):
 
 @triton.jit
 def _arrived(at, mask, like, INTEGER: tl.constexpr, SIGN: tl.constexpr):
-    """What was sent there, in like's dtype, once all of it has come; leaves zero bits."""
+    """Waits until all of what is sent to `at` has arrived, and returns it in like's dtype; leaves zero bits there."""
     bits = tl.load(at, mask=mask, other=1, volatile=True)
     while tl.max((bits == 0).to(tl.int32), axis=0) != 0:
         bits = tl.load(at, mask=mask, other=1, volatile=True)
-    tl.debug_barrier()  # no thread looks at what another has cleared
+    tl.debug_barrier()  # before any thread clears a number, all threads that poll it must have seen it
     tl.store(at, tl.zeros_like(bits), mask=mask)
     return (bits ^ SIGN).to(INTEGER).to(like.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
 def _tokens(bases, tokens, rank, SIZE: tl.constexpr):
-    """Something from and for every other rank; that of rank r lies at tokens + 4 * r."""
+    """Sends a token to every other rank and waits for theirs; rank r's is written to tokens + 4 * r."""
     if tl.program_id(0) == 0:
         for peer in tl.static_range(SIZE):
             if peer != rank:
@@ -84,7 +84,7 @@ def _own_row(
     partial, y, choice, share, addend, addend_stride, first_expert, num_experts, row, column, mask, width, like,
     TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """This rank's part of a row, in like's dtype."""
+    """This rank's part of a row that is to be summed over ranks, in like's dtype."""
     if partial is not None:
         value = tl.load(partial + row * width + column, mask=mask, other=0.0)
     else:
@@ -96,7 +96,7 @@ def _own_row(
 
 @triton.jit
 def _add_row(total, hidden, scale, out, mask, width, eps, NORM: tl.constexpr):
-    """hidden += total, out = norm(hidden) * scale: one row, rounded as kernel.sum_rows_kernel does."""
+    """hidden += total, and with NORM out = norm(hidden) * scale: one row, rounded as in kernel.sum_rows_kernel."""
     element = hidden.dtype.element_ty
     new = (_wide(tl.load(hidden, mask=mask, other=0.0)) + _wide(total.to(element))).to(element)
     tl.store(hidden, new, mask=mask)
@@ -134,9 +134,10 @@ def push_sum_rows_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """hidden [num_rows, width] += partial of all ranks, out = norm(hidden) * weight. partial may lie anywhere.
+    """hidden [num_rows, width] += sum of all ranks' partial, and with NORM out = norm(hidden) * weight. partial may lie
+    anywhere.
 
-    share: sum_pairs' weight. What rank r sends lies at start + r * SLOT_BYTES.
+    share: the weight argument of sum_pairs. What rank r sends is written to start + r * SLOT_BYTES.
     """
     column = tl.arange(0, COLUMNS)
     mask = column < width
@@ -191,9 +192,9 @@ def push_sum_spread_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As push_sum_rows_kernel, but hidden is rows offsets[rank] … offsets[rank + 1] - 1 of partial, whose other rows go
-    to the ranks that they belong to. Row i of them all is block i % blocks' on every rank, so that each block has one
-    row to send or to receive where there are as many."""
+    """As push_sum_rows_kernel, but a rank's hidden has only rows offsets[rank] … offsets[rank + 1] - 1 of partial; the
+    other rows are sent to the ranks that have them. Row i is handled by block i % (number of blocks) on every rank; so
+    if there are as many blocks as rows, each block has one row to send or to receive."""
     column = tl.arange(0, COLUMNS)
     mask = column < width
     scale = _wide(tl.load(weight + column, mask=mask, other=0.0)) if NORM else 0.0
@@ -254,8 +255,8 @@ def push_gather_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """out [total, width]: rank r's first offsets[r + 1] - offsets[r] rows of x [num_rows, width], or all where it is
-    not SPREAD, stacked. Row i of the stack is sent to row i after start."""
+    """out [total, width]: all ranks' rows, stacked: of rank r the first offsets[r + 1] - offsets[r] rows of its x
+    [num_rows, width], or all without SPREAD. Row i of the stack is sent to row i from start on."""
     wait_for_inputs(OVERLAP)
     chunks = tl.cdiv(width, BLOCK)
     first = tl.load(offsets + rank) if SPREAD else rank * num_rows

@@ -1,1 +1,1 @@
-"""Copies many small pieces of memory between addresses, of peers too, in one launch."""
+"""Copies many small pieces of memory between addresses, also those of peers' memory, in one launch."""

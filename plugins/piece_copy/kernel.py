@@ -1,6 +1,6 @@
-"""Triton: many small pieces between addresses of this GPU and of peers that are mapped into it, in one launch.
+"""Triton: copies many small pieces of memory, of this GPU and of peers whose memory is mapped, in one launch.
 
-For what is too small for a copy engine, which wants an order for each piece: a cache row is one piece a layer.
+For pieces that are too small for a copy engine, which needs a command for each: a cache row is one piece in each layer.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -21,9 +21,9 @@ _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 def piece_copy_kernel(
     pieces, count, INTEGER: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """pieces [count, 3] int64: source, target, bytes. A program copies every num_programs-th of them.
+    """pieces [count, 3] int64: source, target, bytes. A program copies every num_programs-th piece.
 
-    INTEGER has SIZE bytes; WIDE of them are read at once, which divide every address and length.
+    INTEGER has SIZE bytes; a thread reads WIDE of them at once, and SIZE * WIDE divides every address and length.
     """
     for piece in range(tl.program_id(0), count, tl.num_programs(0)):
         source = tl.multiple_of(tl.load(pieces + piece * 3).to(tl.pointer_type(INTEGER)), SIZE * WIDE)
@@ -36,7 +36,7 @@ def piece_copy_kernel(
 
 
 def piece_copy(pieces: torch.Tensor, unit: int, programs: int) -> None:
-    """As plugins/piece_copy/reference.py, but pieces lie on the device, and nobody looks at them here."""
+    """As plugins/piece_copy/reference.py, but pieces are on the device and are not checked."""
     assert pieces.dtype is torch.int64 and pieces.is_contiguous() and unit in (1, 2, 4, 8, WIDEST), unit
     size = min(unit, 4)
     if len(pieces):

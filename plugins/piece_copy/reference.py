@@ -1,4 +1,4 @@
-"""Copies between addresses of this process's plain memory."""
+"""Copies pieces between addresses of this process's host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 def piece_copy(pieces: torch.Tensor, unit: int, programs: int) -> None:
     """pieces [n, 3] int64, on the host: source address, target address, bytes; no target overlaps another piece.
 
-    unit: bytes that divide every number in pieces; how kernels may read. programs: of theirs.
+    unit: a number of bytes that divides every number in pieces, so that kernels may read so much at once. programs: how
+    many programs a kernel has; unused here.
     """
     assert pieces.device.type == "cpu" and not (pieces % unit).any(), unit
     for source, target, num_bytes in pieces.tolist():

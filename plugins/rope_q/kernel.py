@@ -1,6 +1,6 @@
-"""Triton: rotate the queries' rope parts where they stand, and put decoding tokens' also into their absorbed queries.
+"""Triton: rotates the queries' rope parts in place, and copies those of decoding tokens into their absorbed queries.
 
-T tokens, A of them (the first) with absorbed queries, H heads, L kv latent, R rope part, W = L + R. A program takes
+T tokens, the first A of them with absorbed queries, H heads, L KV latent, R rope part, W = L + R. A program takes some
 rows of [T H, R]. Reads and writes H R numbers a token, and writes H R more for each of the first A.
 """
 
@@ -15,15 +15,16 @@ import triton.language as tl
 
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
-MOST_ROWS = 64  # a program
-FEW_PROGRAMS = 512  # with fewer, programs of less rows are better
+MOST_ROWS = 64  # of a program
+FEW_PROGRAMS = 512  # programs take fewer rows as long as there are at most so many programs
 
 
 @triton.jit
 def load_pairs(rows, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Firsts and seconds of the pairs, each [ROWS, BLOCK], of rows [ROWS, 1] of pointers; zeros past R / 2.
+    """The first and the second numbers of the pairs that rope rotates, each [ROWS, BLOCK], of the rows at pointers
+    `rows` [ROWS, 1]; zeros past R / 2.
 
-    Interleaved pairs are read whole, so that accesses are wide.
+    Interleaved pairs are read together, for wide accesses.
     """
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -50,7 +51,7 @@ def store_pairs(rows, a, b, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, RO
 
 @triton.jit
 def rotate(a, b, cos, sin):
-    """As ops.apply_rope, in float32."""
+    """The rotation of ops.apply_rope, in float32."""
     return a * cos - b * sin, a * sin + b * cos
 
 
@@ -75,7 +76,7 @@ def rope_q_kernel(
     a, b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), c, s)
     a, b = a.to(q.dtype.element_ty), b.to(q.dtype.element_ty)
     if IN_PLACE:
-        # A small block lies in several threads at once: all have read before one writes.
+        # Several threads may hold the same numbers of a small block: all must have read before one writes.
         tl.debug_barrier()
         store_pairs(rows, a, b, live, R, INTERLEAVED, ROWS, BLOCK_R)
     if absorbed is not None:

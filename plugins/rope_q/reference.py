@@ -1,6 +1,6 @@
-"""Rotate the queries' rope parts, plain torch.
+"""Rotates the queries' rope parts, in plain torch.
 
-T tokens, A of them (the first) with absorbed queries, H heads, L kv latent, R rope part, W = L + R.
+T tokens, the first A of them with absorbed queries, H heads, L KV latent, R rope part, W = L + R.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def rope_q(
     absorbed: torch.Tensor | None,
     in_place: bool = True,
 ) -> None:
-    """q [T, H, nope + R]: its last R in place, unless it is to be left alone; absorbed [A, H, W] gets those of the
-    first A tokens as its last R.
+    """Rotates the last R numbers of q [T, H, nope + R], with in_place where they lie; and writes those of the first A
+    tokens to the last R numbers of absorbed [A, H, W], if there is one.
 
     cos, sin [T, R / 2], float32 or wider.
     """

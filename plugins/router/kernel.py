@@ -1,8 +1,9 @@
-"""Triton: the choice of each token's experts (DeepSeek-V2, arXiv 2405.04434, 2.1.2; V3, arXiv 2412.19437, 2.1.2).
+"""Triton: the router, which chooses each token's experts (DeepSeek-V2, arXiv 2405.04434, 2.1.2; V3, arXiv 2412.19437,
+2.1.2).
 
-T tokens, D hidden, E experts, k chosen. Most often one launch in which many programs make partial logits over slices of
-D, and a second one that adds them and chooses; many tokens: one launch does both (tiles.py). Experts are held as
-[GROUPS, SIZE] columns, both padded to powers of two.
+T tokens, D hidden, E experts, k chosen. Mostly there are two launches: in the first, many programs compute partial
+logits over slices of D; the second adds them up and chooses. For many tokens one launch does both (tiles.py). Experts
+are columns [GROUPS, SIZE], both padded to powers of two.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from splash_trt.models.config import Experts, GroupScore, Scoring
 
 @triton.jit
 def _key(value):
-    """An int32 that orders as the float32 values do, NaN first: a warp finds the largest of integers at once.
+    """Integers that sort like the float32 values, with NaN above all: a warp finds the largest integer in one
+    instruction.
 
-    -0 would come behind 0, but no score and a bias or two add up to it.
+    -0 would sort below 0, but no sum of a score and a bias, nor of two such sums, is -0.
     """
     return tl.where(value == value, _flipped(value.to(tl.int32, bitcast=True)), 0x7FFFFFFF)
 
 
 @triton.jit
 def _flipped(bits):
-    """A float's bits to its key and back (NaN's too)."""
+    """A float's bits to its key, and a key back to bits (NaN's too)."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _never():
-    """A key below those of all values."""
+    """A key below those of all values: never chosen."""
     return -0x7FFFFFFF - 1
 
 
@@ -46,7 +48,8 @@ def _nothing():
 
 @triton.jit
 def _group_keys(key, valid, TOP2: tl.constexpr):
-    """[rows, GROUPS], the groups' scores as keys, from the experts' [rows, GROUPS, SIZE]."""
+    """The groups' scores, as keys [rows, GROUPS], from the experts' keys [rows, GROUPS, SIZE]: a group's best expert,
+    or with TOP2 the sum of its best two."""
     key = tl.where(valid, key, _nothing())
     best = tl.max(key, 2)
     if TOP2:
@@ -59,7 +62,8 @@ def _group_keys(key, valid, TOP2: tl.constexpr):
 
 @triton.jit
 def _keep_groups(key, valid, num_groups, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """key [rows, GROUPS, SIZE] with that of -inf outside the best groups, of equal ones the first."""
+    """key [rows, GROUPS, SIZE], replaced by that of -inf outside the TOP_GROUPS best groups; of equal ones the first
+    count as better."""
     groups: tl.constexpr = key.shape[1]
     group = tl.arange(0, groups)
     score = tl.where(group[None, :] < num_groups, _group_keys(key, valid, TOP2), _never())
@@ -71,7 +75,7 @@ def _keep_groups(key, valid, num_groups, TOP_GROUPS: tl.constexpr, TOP2: tl.cons
 
 @triton.jit
 def _biases(bias, num_groups, group_size, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """[GROUPS * SIZE]; bias None: zeros."""
+    """The experts' biases [GROUPS * SIZE]; zeros if bias is None."""
     column = tl.arange(0, GROUPS * SIZE)
     valid = (column // SIZE < num_groups) & (column % SIZE < group_size)
     biases = tl.zeros((GROUPS * SIZE,), tl.float32)
@@ -86,7 +90,7 @@ def _choose(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the choices of rows [M] (padding ones from `real` on) from their logits [M, GROUPS * SIZE].
+    """Writes the choices and weights of rows [M] from their logits [M, GROUPS * SIZE]; rows from `real` on are padding.
 
     biases: as `_biases` loads them.
     """
@@ -130,7 +134,7 @@ def _choose(
 
 @triton.jit
 def _row_block(x, x_stride, row, real, begin, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[M, BLOCK_K]"""
+    """A block [M, BLOCK_K] of x, depth `begin` and on; zeros for padding rows."""
     k = begin + tl.arange(0, BLOCK_K)
     source = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     return tl.load(source, mask=(row < real)[:, None] & (k < WIDTH)[None, :], other=0.0)
@@ -141,7 +145,7 @@ def _router_block(
     router, begin, first, num_groups, group_size, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, COLUMNS]: columns first … first + COLUMNS - 1."""
+    """A block [BLOCK_K, COLUMNS] of the router's weights: depth `begin` and on, columns first … first + COLUMNS - 1."""
     column = first + tl.arange(0, COLUMNS)
     valid = (column // SIZE < num_groups) & (column % SIZE < group_size)
     expert = (column // SIZE) * group_size + column % SIZE
@@ -155,7 +159,8 @@ def _logits(
     x, x_stride, router, row, real, begin, column, num_groups, group_size, WIDTH: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[M, COLUMNS] float32: x [rows, begin … begin + SLICE - 1] times the router's columns from `column` on."""
+    """Logits [M, COLUMNS] float32 over a slice of D: x [rows, begin … begin + SLICE - 1] times the router's columns
+    from `column` on."""
     acc = tl.zeros((row.shape[0], COLUMNS), tl.float32)
     for first in range(0, SLICE, BLOCK_K):
         a = _row_block(x, x_stride, row, real, begin + first, WIDTH, BLOCK_K)
@@ -193,9 +198,9 @@ def partial_kernel(
     SLICE: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partial [slices, T, GROUPS * SIZE]: COLUMNS logits over slice program_id(1) of D.
+    """Writes partial [slices, T, GROUPS * SIZE]: a program's COLUMNS logits over slice program_id(1) of D.
 
-    EARLY: the router's slice is loaded, all of it, before the rows are there.
+    EARLY: all that the program needs of the router's weights is loaded before x is there.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = tl.minimum(tl.load(num_tokens), num_rows)
@@ -232,12 +237,12 @@ def choose_kernel(
     TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     CHOICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds the slices in their order and chooses."""
+    """Adds up the slices of `partial` in their order and chooses."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = tl.minimum(tl.load(num_tokens), num_rows)
     biases = _biases(bias, num_groups, group_size, GROUPS, SIZE)
     wait_for_inputs(OVERLAP)
-    # A row's values are spread over all of a warp's threads: its maximum then is one instruction.
+    # A row's values are spread over all threads of a warp, so that their maximum is one instruction.
     column = tl.max_contiguous(tl.arange(0, GROUPS * SIZE), VECTOR)
     logits = tl.zeros((ROWS, GROUPS * SIZE), tl.float32)
     for s in tl.static_range(SLICES):
@@ -259,7 +264,8 @@ def route(
     weight: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> None:
-    """As plugins/router/reference.py; x's rows and all else are contiguous. tiles: other ones than tiles.py chooses."""
+    """As plugins/router/reference.py; the rows of x and all other tensors are contiguous. tiles: in place of those that
+    tiles.py chooses."""
     num_rows, width = x.shape
     if num_rows == 0:
         return
@@ -297,7 +303,8 @@ def choose(
     choice: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """As plugins/router/reference.py, where groups and a group's experts are powers of two, 16 experts or more."""
+    """As plugins/router/reference.py, if the numbers of groups and of experts in a group are powers of two and there
+    are 16 experts or more."""
     assert logits.is_contiguous() and logits.dtype is torch.float32
     held = _columns(experts.num_groups, experts.num_experts // experts.num_groups)
     assert held["GROUPS"] * held["SIZE"] == logits.shape[1] == experts.num_experts, (held, logits.shape)
@@ -314,7 +321,8 @@ def _choose_from(
     weight: torch.Tensor,
     rows: int,
 ) -> None:
-    """partial [slices, T, columns]: to be added, with experts as _columns places them. rows: of a program's warp."""
+    """Adds partial [slices, T, columns] up and chooses; columns are as _columns pads them. rows: tokens of a program,
+    which is one warp."""
     slices, num_rows, columns = partial.shape
     groups, size = experts.num_groups, experts.num_experts // experts.num_groups
     choose_kernel[(triton.cdiv(num_rows, rows),)](
@@ -325,13 +333,14 @@ def _choose_from(
 
 
 def _columns(groups: int, size: int) -> dict[str, int]:
-    """Experts as [GROUPS, SIZE], powers of two, at least the 16 columns that a product needs."""
+    """Pads experts to [GROUPS, SIZE], powers of two, with at least the 16 columns that a product needs."""
     held = {"GROUPS": triton.next_power_of_2(groups), "SIZE": triton.next_power_of_2(size)}
     held["SIZE"] = max(held["SIZE"], 16 // held["GROUPS"])
     return held
 
 
 def _rules(experts: Experts) -> dict[str, object]:
+    """The model's rules of choosing, as the kernels' constants."""
     return {
         "TOP_K": experts.top_k,
         "TOP_GROUPS": experts.top_groups,

@@ -1,4 +1,5 @@
-"""The choice of each token's experts, plain torch: engines/ops.route with ties to the lowest id and padding rows.
+"""The choice of each token's experts, in plain torch: as engines/ops.route, but ties go to the lowest id, and there may
+be padding rows.
 
 T tokens, D hidden, E experts, k chosen.
 """
@@ -22,7 +23,7 @@ def route(
 ) -> None:
     """Fills choice [T, k] int32 and weight [T, k] float32 from x [T, D], router [E, D] and bias [E] float32.
 
-    num_tokens [1] int32: rows from there on are padding and get choice -1, weight 0.
+    num_tokens [1] int32: rows from this one on are padding and get choice -1 and weight 0.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     choose(F.linear(x.to(wide), router.to(wide)), bias, experts, num_tokens, choice, weight)
@@ -36,7 +37,7 @@ def choose(
     choice: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """As route, from logits [T, E] in float32 or wider."""
+    """As route, but from logits [T, E], in float32 or wider."""
     scores = logits.sigmoid() if experts.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
     ranking = scores if bias is None else scores + bias
     if experts.num_groups > 1:
@@ -58,5 +59,5 @@ def choose(
 
 
 def _best(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Columns of the k largest of each row, best first, equal ones in order (which topk does not promise)."""
+    """The columns of each row's k largest values, best first, equal ones in order (which topk does not promise)."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]

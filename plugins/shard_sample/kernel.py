@@ -1,12 +1,13 @@
-"""The choice of rows that are greedy or plainly drawn over shards of a vocabulary, as reference.py says, in Triton.
+"""Triton: chooses the next token of greedy rows, and of rows that are sampled without filters, over shards of the
+vocabulary, as reference.py.
 
 W rows, V ids of this rank, B blocks of ids, N ranks.
 
-The scores of drawn rows are defined in float64, with two logarithms and a division for each id: many times what reading
-the logits costs, and GPUs for gaming have next to no float64. So a first kernel, over (row, block), estimates scores in
-float32 from the exact integers of the noise and keeps each block's best estimate; a second, over rows, takes exact
-scores in those blocks only whose best estimate comes within the error bound of the row's best: one, as a rule. Greedy
-rows are exact from the start and skip the noise.
+Scores of sampled rows are defined in float64, with two logarithms and a division for each id. That costs many times
+what reading the logits does, and consumer GPUs have next to no float64. So a first kernel, over (row, block), estimates
+scores in float32 from the exact integers of the noise and keeps each block's best estimate. A second one, over rows,
+computes exact scores only in blocks whose best estimate is within the error bound of the row's best: usually in one.
+Greedy rows are exact from the start and skip the noise.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -22,9 +23,9 @@ from torch import Tensor
 from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 BLOCK = 1024
-"""Ids of a block."""
+"""Ids in a block."""
 
-WINNERS_BLOCK = 256  # rows of a program that compares the ranks' bests
+WINNERS_BLOCK = 256  # rows of a program that compares the ranks' best scores
 
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_A = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -32,8 +33,8 @@ _MULTIPLIER_B = tl.constexpr(0x94D049BB133111EB)
 _MIN_TEMPERATURE = tl.constexpr(1e-30)
 _LAST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
-# |estimate - score * temperature| < temperature * _NOISE_ERROR + |score * temperature| * _LOGIT_ERROR for what can be
-# the best, with ten times to spare: noise() below is right to 1e-4, and float32 rounds to 2**-24.
+# |estimate - score * temperature| < temperature * _NOISE_ERROR + |score * temperature| * _LOGIT_ERROR for every id that
+# can be the best, with a factor of ten to spare: noise() below is right to 1e-4, and float32 rounds to 2**-24.
 _NOISE_ERROR = tl.constexpr(1e-3)
 _LOGIT_ERROR = tl.constexpr(2.0**-20)
 
@@ -47,7 +48,7 @@ def _mix64(x):
 
 @triton.jit
 def _hashes(seed, position, first_id, columns):
-    """runtime/noise.py's integers, for ids first_id + columns of the row of seed and position."""
+    """The integers of runtime/noise.py for the row with this seed and position, for ids first_id + columns."""
     key = _mix64(seed.to(tl.uint64, bitcast=True) + _GAMMA)
     key = _mix64(key + (position + 1).to(tl.uint64, bitcast=True) * _GAMMA)
     key += (first_id.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * _GAMMA
@@ -56,7 +57,7 @@ def _hashes(seed, position, first_id, columns):
 
 @triton.jit
 def _log(x):
-    """The natural logarithm of normal numbers above 0, within 1.2e-5 or rounding; a third of the exact one's work.
+    """The natural logarithm of normal numbers above 0, right to 1.2e-5 or rounding; a third of the exact one's work.
 
     The polynomial interpolates log at the Chebyshev nodes of [1, 2].
     """
@@ -69,13 +70,13 @@ def _log(x):
 
 @triton.jit
 def noise(hashes):
-    """Estimates of the Gumbel noise in float32.
+    """Estimates the Gumbel noise -log(-log(u)) in float32.
 
-    With u the uniform number of the reference, the smaller of u and 1 - u is taken from the integers, since float32 has
-    its digits near 0 only. -log(1 - w) is w + w**2 / 2 + … where w is small, as the logarithm is inexact near 1.
+    u is the reference's uniform number. The smaller of u and 1 - u, w, is computed from the integers, since float32 is
+    precise near 0 only. For small w, -log(1 - w) is w + w**2 / 2 + …, since the logarithm is inexact near 1.
     """
     above = hashes.to(tl.int64, bitcast=True) < 0  # u >= 0.5
-    # The middle of the reference's cell.
+    # The reference's u is the middle of a cell of width 2**-52; this takes the middle too.
     cell = (tl.where(above, hashes ^ 0xFFFFFFFFFFFFFFFF, hashes) & 0xFFFFFFFFFFFFF000) | 0x800
     high, low = (cell >> 32).to(tl.int32), (cell & 0xFFFFFFFF).to(tl.uint32)
     w = high.to(tl.float32) * 2.0**-32 + low.to(tl.float32) * 2.0**-64
@@ -92,7 +93,7 @@ def _exact_noise(hashes):
 
 @triton.jit
 def _load_logits(logits, stride, row, columns, num_ids):
-    """float32; what must not be chosen is -inf."""
+    """Logits in float32; those that must not be chosen (NaN, +inf, past the end) are -inf."""
     x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=columns < num_ids, other=float("-inf"))
     x = x.to(tl.float32)
     return tl.where(x < float("inf"), x, float("-inf"))
@@ -103,8 +104,8 @@ def _best_of_blocks(
     logits, stride, temperature, seed, position, first_id, num_ids, best, column, num_blocks, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Fills best [W, B] float32: a block's largest logit, or estimate of logit + temperature * noise; and of greedy
-    rows column [W, B] int32, the first that has it."""
+    """Fills best [W, B] float32: each block's largest logit for greedy rows, its largest estimate of logit +
+    temperature * noise for others; and for greedy rows column [W, B] int32, the first column that has it."""
     wait_for_inputs(OVERLAP)
     block, row = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -178,7 +179,8 @@ def best_of_shard(
     score: Tensor,
     id: Tensor,
 ) -> None:
-    """As the reference, for logits of at most 32 bits; allocates 8 bytes for each row and block between its kernels."""
+    """As the reference, for logits of at most 32 bits. Allocates 8 bytes for each row and block, to pass results from
+    the first kernel to the second."""
     num_rows, num_ids = logits.shape
     if num_rows == 0:
         return
@@ -232,7 +234,7 @@ def _best_of_shards(found, tokens, num_rows, N: tl.constexpr, ROWS: tl.constexpr
 
 
 def best_of_shards(found: Tensor, tokens: Tensor) -> None:
-    """As the reference; found is contiguous."""
+    """As the reference; found and tokens are contiguous."""
     num_ranks, num_rows, _ = found.shape
     assert found.is_contiguous() and tokens.is_contiguous()
     if num_rows:

@@ -1,6 +1,7 @@
-"""The choice of rows that are greedy or plainly drawn (no filter, no penalty) over shards of a vocabulary.
+"""Chooses the next token of rows that are greedy, or sampled without filters and penalties, over shards of the
+vocabulary, in plain torch.
 
-W rows, V ids of this rank, N ranks. What runtime/sampler.py chooses for such rows, from the same noise.
+W rows, V ids of this rank, N ranks. The choice is runtime/sampler.py's for such rows, from the same noise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from splash_trt.runtime import noise
 
 MIN_TEMPERATURE = 1e-30
-"""Lower temperatures above 0 count as this: logit / temperature stays finite."""
+"""Lower temperatures above 0 count as this one, so that logit / temperature stays finite."""
 
 _NEVER = float("-inf")
 
@@ -25,12 +26,12 @@ def best_of_shard(
     score: Tensor,
     id: Tensor,
 ) -> None:
-    """Fills score [W] float64 and id [W] int64: of each row, the best id of this shard and how good it is.
+    """Fills score [W] float64 and id [W] int64: each row's best id in this shard, and its score.
 
     logits [W, V]: of ids first_id … first_id + V - 1; rows may be strided. temperature [W] float64 or float32, at most
-    100; 0: the score is the largest logit. Above 0 it is the largest logit / temperature + noise. seed, position [W]
-    int64: as runtime/noise.py has them. Ties go to the lowest id. NaN and +inf count as -inf; where nothing is above
-    that, as with V = 0, the score is -inf and the id is first_id.
+    100. With temperature 0 an id's score is its logit; above 0 it is logit / temperature + noise. seed, position [W]
+    int64: the noise's keys (runtime/noise.py). Ties go to the lowest id. NaN and +inf count as -inf; where no logit is
+    above -inf, as with V = 0, the score is -inf and the id is first_id.
     """
     if len(logits) == 0:
         return
@@ -48,9 +49,9 @@ def best_of_shard(
 
 
 def best_of_shards(found: Tensor, tokens: Tensor) -> None:
-    """Fills tokens [W] int64 from every rank's best: the highest score's id, the lowest of those that tie.
+    """Fills tokens [W] int64 from the ranks' best ids: the one with the highest score, of equal ones the lowest.
 
-    found [N, W, 2] float64: score, and id as an int64 in the same 64 bits.
+    found [N, W, 2] float64: the score, and the id, as an int64 in the 64 bits of the second number.
     """
     score, ids = found[..., 0], found.view(torch.int64)[..., 1]
     last = torch.iinfo(torch.int64).max

@@ -1,4 +1,4 @@
-"""Triton: a gated MLP's activation. T tokens, I intermediate; n bytes a number: reads 2TIn, writes TIn bytes."""
+"""Triton: a gated MLP's activation. T tokens, I intermediate; n bytes a number. Reads 2TIn and writes TIn bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def silu_mul_kernel(gate_up, row_stride, num_rows, out, inner, BLOCK: tl.constex
 def silu_mul(gate_up: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
     """As plugins/silu_mul/reference.py; the last axis is contiguous.
 
-    num_rows [1] int32: rows past so many stay undefined.
+    num_rows [1] int32: only the first num_rows rows are computed; the others stay undefined.
     """
     rows, width = gate_up.shape
     inner = width // 2

@@ -1,4 +1,4 @@
-"""A gated MLP's activation, plain torch. T tokens, I intermediate."""
+"""A gated MLP's activation, in plain torch. T tokens, I intermediate."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Triton: latents of few queries to values, and so the parts of split contexts, which are merged on the way.
+"""Triton: computes values from attention's latent outputs, for few queries; another kernel does so from the results for
+parts of contexts, which it merges on the way.
 
-A queries, H heads, L kv latent, v a head's values. A program takes one head, some queries and a tile of values; it
-reads its weights before attention is done. The time is that of reading H v L weights and, from the L2, parts of
-contexts: each of the v / BLOCK_V programs of a head reads all that head's parts, so that more than a few are better
-merged before.
+A queries, H heads, L KV latent, v a head's values. A program takes one head, some queries and a tile of values; it
+loads its weights before attention is done. The time is that of reading H v L weights and, from the L2 cache, the parts'
+results: each of the v / BLOCK_V programs of a head reads all of that head's, so that more than a few are better merged
+before.
 """
 
 # Kernels' arguments are pointers, numbers and blocks that have no Python type.
@@ -29,16 +30,16 @@ from splash_plugins.overlap_kernel import overlap, wait_for_inputs
 
 MOST_QUERIES = 32
 BLOCK_V = 32
-# Parts of more queries are merged in a launch of their own, with more programs.
+# With more queries than this, parts are merged in a launch of their own, which has more programs.
 MOST_FUSED = 16
-# Of a program that merges: columns, and parts, of all its queries, that it reads at a time.
+# Of a program that merges: its columns of values, and the parts, over all its queries, that it reads at a time.
 MERGE_BLOCK_V = 128
 PARTS = 32
 
 
 @triton.jit
 def _weights(w_uv, head, column, latent, VALUE: tl.constexpr, LATENT: tl.constexpr):
-    """[BLOCK_V, BLOCK_L]."""
+    """A head's weights for some columns of values, [BLOCK_V, BLOCK_L]."""
     inside = (column < VALUE)[:, None] & (latent < LATENT)[None, :]
     return tl.load(w_uv + (head * VALUE + column[:, None]) * LATENT + latent[None, :], mask=inside, other=0)
 
@@ -69,8 +70,9 @@ def merge_up_kernel(
     BLOCK_A: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """partial [n, HEADS, L] and partial_lse [n, HEADS] as decode_kernel wrote them, where read_part [A, 2] says which
-    are whose, to out. Weights are of heads from first_head on."""
+    """Merges the parts' results partial [n, HEADS, L] and partial_lse [n, HEADS], as decode_kernel wrote them, and
+    multiplies them with w_uv, into out. read_part [A, 2] says which parts are a query's; w_uv is for the heads from
+    first_head on."""
     head = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     latent = tl.arange(0, BLOCK_L)
@@ -90,7 +92,7 @@ def merge_up_kernel(
         inside = there[:, :, None] & (latent < LATENT)[None, None, :]
         values = tl.load(partial + row[:, :, None] * LATENT + latent[None, None, :], mask=inside, other=0)
         top, before = tl.maximum(top, tl.max(lse, 1)), top
-        base = tl.where(top > -float("inf"), top, 0)  # queries without a row have none
+        base = tl.where(top > -float("inf"), top, 0)  # -inf for queries that see no row
         fade = tl.exp(before - base)
         weight = tl.exp(lse - base[:, None])
         total = total * fade + tl.sum(weight, 1)
@@ -102,7 +104,7 @@ def merge_up_kernel(
 
 
 def value_up(latents: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> None:
-    """As plugins/value_up/reference.py; w_uv is contiguous, the others in their last axes."""
+    """As plugins/value_up/reference.py; w_uv is contiguous, latents and out in their last axes."""
     queries, heads, num_latent = latents.shape
     value = w_uv.shape[1]
     if queries == 0:
@@ -119,8 +121,8 @@ def value_up(latents: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> No
 
 
 def merge_columns(row_bytes: int, shared_bytes: int) -> int:
-    """Columns of values, of row_bytes of weights each, that a program of merge_up takes. Fewer merge the same parts
-    more often, but weights pass through shared memory, of which a program can get shared_bytes."""
+    """How many columns of values, each with row_bytes of weights, a program of merge_up takes. With fewer, the same
+    parts are merged more often; but weights pass through shared memory, of which a program can get shared_bytes."""
     return MERGE_BLOCK_V if MERGE_BLOCK_V * row_bytes <= 3 * shared_bytes // 4 else BLOCK_V
 
 
@@ -135,8 +137,9 @@ def merge_up(
     block_v: int | None = None,
     parts: int = PARTS,
 ) -> None:
-    """partial [n, H, L], partial_lse [n, H]: attention_parts in decode_kernel.py, and which of them are whose,
-    read_part [A, 2]; those of heads from first_head on, through w_uv [h, v, L], into out [A, h, v]."""
+    """Merges the results of decode_kernel.attention_parts, partial [n, H, L] and partial_lse [n, H], for the heads from
+    first_head on, and multiplies them with w_uv [h, v, L], into out [A, h, v]. read_part [A, 2] says which parts are a
+    query's (cut.py)."""
     queries, (all_heads, num_latent) = len(read_part), partial.shape[1:]
     heads, value = w_uv.shape[:2]
     block_a = min(4, triton.next_power_of_2(queries))
@@ -167,8 +170,8 @@ def decode_values(
     config: DecodeConfig | None = None,
     fuse: bool | None = None,
 ) -> None:
-    """As reference.py, with the demands of decode_kernel.decode and value_up. fuse: merge parts and apply weights in
-    one launch; by default where queries are few."""
+    """As reference.py, for what decode_kernel.decode and value_up can take. fuse: merge parts and apply weights in one
+    launch; by default if there are at most MOST_FUSED queries."""
     if q.numel() == 0:  # also on ranks without heads
         return
     config = config or device_config(q, pages, latent)

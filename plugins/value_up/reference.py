@@ -1,6 +1,6 @@
-"""From attention's latents to values, plain torch.
+"""Computes values from attention's latent outputs, in plain torch.
 
-A queries, H heads, L kv latent, v a head's values.
+A queries, H heads, L KV latent, v a head's values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from splash_plugins.mla_attention.decode_reference import decode
 
 
 def value_up(latents: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> None:
-    """latents [A, H, L] through w_uv [H, v, L] into out [A, H, v]."""
+    """latents [A, H, L] times w_uv [H, v, L], head by head, into out [A, H, v]."""
     torch.bmm(latents.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
 
 
@@ -32,7 +32,8 @@ def decode_values(
     w_uv: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    """decode of decode_reference.py, then value_up by blocks of heads; what is in between is rounded to q's dtype."""
+    """decode of decode_reference.py, rounded to q's dtype, then value_up with each tensor of w_uv, for consecutive
+    blocks of heads, into out [A, H, v]."""
     latents = q.new_empty((*q.shape[:2], latent))
     decode(q, pages, tables, slot, first, length, parts, stride, latent, scale, latents, None)
     begin = 0

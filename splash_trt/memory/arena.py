@@ -19,8 +19,8 @@ class Arena:
     """One rank's arena, divided as its MemoryMap says."""
 
     def __init__(self, sizes: MemoryMap, memory: torch.Tensor | None = None) -> None:
-        """memory: uint8, zeros, at least sizes.memory_bytes; None allocates CPU memory, with ValueError if the system does
-        not give that much."""
+        """memory: uint8, zeros, at least sizes.memory_bytes; None allocates CPU memory, and raises ValueError if the
+        system does not give that much."""
         self.sizes = sizes
         if memory is None:
             try:

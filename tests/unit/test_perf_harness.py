@@ -145,6 +145,18 @@ class TestProvenance:
         assert p.hardware.cpu and p.hardware.cores >= 1 and p.hardware.memory_gib >= 1
         assert p.software.torch.split("+")[0] == torch.__version__.split("+")[0]  # the build may be unsaid
 
+    @pytest.mark.parametrize(
+        ("arguments", "left"),
+        [
+            (["--layouts", "tp", "dp", "--remark", "tp"], ["--layouts", "tp", "dp"]),
+            (["--remark", "two words", "--ranks", "2", "--remark", "more"], ["--ranks", "2"]),
+            (["--remark=--ranks", "--ranks", "2", "--results=a=b"], ["--ranks", "2"]),
+            (["--results", "here", "--remarkable", "--remark"], ["--remarkable"]),
+        ],
+    )
+    def test_options_are_dropped_with_their_values(self, arguments: list[str], left: list[str]) -> None:
+        assert harness.without(arguments, "--remark", "--results") == left
+
     def test_dirty_trees_are_told_from_clean_ones(self, tmp_path: Path) -> None:
         def git(*arguments: str) -> None:
             who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
