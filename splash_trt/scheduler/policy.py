@@ -30,7 +30,7 @@ KNOWN = 0.01  # the same where both layouts have run such batches and hardly any
 SURE = 0.15  # a gain of more than this share of the time ahead needs no second look;
 LOOKS = 3  # for a smaller one, so many looks in a row must agree
 DWELL_SWITCHES = 2.0  # after a change, a layout is kept for so many times as long as the switch away from it takes,
-MIN_DWELL_S = 0.5  # and at least for so long
+MIN_DWELL_S = 0.5  # and at least for so long; but not where that would cost more than it could save
 MAX_DOUBT = 16.0
 PAID = 2**0.5  # each change that paid divides the doubt by this (under a load that turns on purpose half of them pay)
 CALM_S = 120.0  # after so long without a change the doubt halves
@@ -225,8 +225,9 @@ class CostPolicy:
         name = best.layout.name.lower()
         if best.gain_s + self._missed < needed:
             return f"{name} would save {best.gain_s:.3g} s, less than the {needed - self._missed:.3g} s to be sure of"
-        keep_until = self._changed + max(DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S)
-        if now < keep_until:
+        keep_s = max(DWELL_SWITCHES * best.switch.seconds, MIN_DWELL_S)
+        keep_until = self._changed + keep_s
+        if now < keep_until and best.gain_s < max(SURE * ahead, keep_s):
             return f"kept for {keep_until - now:.2g} s more after the last change"
         if self._agreed < LOOKS and best.gain_s < SURE * ahead:
             return f"{name} looks better, to be looked at again"
