@@ -198,11 +198,13 @@ class TestPatience:
         assert chosen.wants_to_look(10.0 + 2 * LOOK_S, 2, CONFIG.max_batch_tokens)
         assert chosen.wants_to_look(10.0 + QUIET_LOOK_S, 2, CONFIG.max_batch_tokens)
 
-    def test_a_layout_is_kept_for_a_while(self) -> None:
+    @pytest.mark.parametrize("left, kept", [(100.0, True), (1000.0, False)])
+    def test_a_layout_is_kept_for_a_while(self, left: float, kept: bool) -> None:
+        """Unless to leave it at once saves more than the time that it is kept for."""
         chosen = policy()
         assert decided(chosen, load(running=800, context=1000, now=10.0)) is not None
-        assert chosen.decide(load(Layout.DP, running=1, now=10.3)) is None
-        assert "kept" in str(chosen.explain(0.0)["verdict"])
+        assert (chosen.decide(load(Layout.DP, running=4, left=np.full(4, left), now=10.3)) is None) is kept
+        assert ("kept" in str(chosen.explain(0.0)["verdict"])) is kept
 
     def test_smaller_gains_are_enough_between_layouts_that_are_known(self) -> None:
         """As long as hardly anything comes: what will, nobody knows."""
