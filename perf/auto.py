@@ -89,7 +89,7 @@ def summary(found: Findings) -> dict[str, float | str]:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     config = {name: getattr(options, name) for name in ("ranks", "dtype", "repeats", "size", "minutes")}
-    settings = harness.without(arguments, "--remark")
+    settings = harness.without(arguments, "--remark", "--results")
     origin = harness.provenance(config, "perf.auto", settings, options.remark)
     found = measure(options)
     figures = summary(found)

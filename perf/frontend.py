@@ -228,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
         check, passed=check.passed and lost == 0, detail=f"{check.detail}; {lost} streams were lost"
     )
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
-    settings = harness.without(arguments, "--remark")
+    settings = harness.without(arguments, "--remark", "--results")
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="frontend",

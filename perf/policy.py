@@ -97,7 +97,7 @@ def summary(found: Sequence[Case]) -> dict[str, float]:
 
 
 def random_study(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    settings = harness.without(arguments, "--remark", "--state")
+    settings = harness.without(arguments, "--remark", "--state", "--results")
     config = {"traces": options.traces, "adversaries": options.adversaries, "first": options.first}
     config |= {"size": options.size, "models": "tests/oracles/published_configs.py"}
     origin = harness.provenance(config, "perf.policy", settings, options.remark)

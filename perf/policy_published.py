@@ -116,7 +116,7 @@ def assumptions(where: Deployment) -> dict[str, object]:
 
 
 def published(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    settings = harness.without(arguments, "--remark", "--state")
+    settings = harness.without(arguments, "--remark", "--state", "--results")
     config: dict[str, object] = {
         "loads": {kind: KINDS[kind] for kind in options.kinds},
         "load_seed": 1,

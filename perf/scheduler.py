@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     check = harness.checked("the same requests make the same plans", lambda: same_plans(options))
     config = {name: value for name, value in vars(options).items() if name not in ("remark", "results")}
     config |= {"page_tokens": PAGE_TOKENS, "prompt_tokens": PROMPT}
-    settings = harness.without(arguments, "--remark")
+    settings = harness.without(arguments, "--remark", "--results")
     result = harness.Result(
         schema=harness.SCHEMA_VERSION,
         area="scheduler",

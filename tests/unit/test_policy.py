@@ -114,9 +114,7 @@ class TestWhereLoadsLead:
         few = {"running": 500, "context": 6000, "left": np.full(500, 2000.0)}
         assert settled(load(Layout.DP, **few)) is Layout.DP  # type: ignore[arg-type]
         held = np.full(500, ROOM[Layout.DP] // 505)
-        crowd = {
-            **few, "held": held, "waiting_prompts": np.full(400, 500), "waiting_left": 9000.0,
-        }  # fmt: skip
+        crowd = {**few, "held": held, "waiting_prompts": np.full(400, 500), "waiting_left": 9000.0}
         assert settled(load(Layout.DP, **crowd)) is Layout.DOP  # type: ignore[arg-type]
 
     def test_no_layout_without_room_for_what_is_held(self) -> None:
