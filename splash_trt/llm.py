@@ -74,9 +74,10 @@ class LLM:
         goal = Objective.parse(objective)
         known = None if device is None else load_device(device)
         self.model: ModelConfig = load_config(folder)
+        names = ("auto", *(each.name.lower() for each in Layout))
+        if not isinstance(layout, str) or layout.lower() not in names:
+            raise ValueError(f"layout: {layout!r} is not one of {', '.join(names)}")
         auto = layout.lower() == "auto"
-        if not auto and layout.upper() not in Layout.__members__:
-            raise ValueError(f"layout: {layout!r} is not one of auto, tp, dp, cp, dop")
         if auto:
             config.setdefault("layouts", tuple(Layout))
         self._fields = dict(config, num_ranks=ranks, layout=Layout.TP if auto else Layout.parse(layout))
