@@ -22,7 +22,7 @@ from splash_trt import environment
 from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.collectives import RankFailure
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import choose, default_arena_bytes, gpu_name
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name, run_on_of
 from splash_trt.dist.world import CPU, ThreadWorld, World
 from splash_trt.memory.map import capacity, model_sizes
 from splash_trt.models.config import ModelConfig
@@ -95,9 +95,9 @@ class LLM:
         self._closed = False
         self._close: Callable[[], None] = lambda: None
         world = self._start(run_on)
-        on_gpu = world.device.type == "cuda"
-        if on_gpu or self.config.run_on == "gpu":
-            self.config = self._configured(*(("gpu", default_arena_bytes(world)) if on_gpu else ("cpu", 0)))
+        place = run_on_of(world)
+        if "gpu" in (place, self.config.run_on):
+            self.config = self._configured(place, default_arena_bytes(world) if place == "gpu" else 0)
         self.capacity = capacity(self.model, self.config, self.config.layout)
         self._worker = start_worker(world, self.model, self.config, self._source, self._tokenizer)
         rank = self._worker.world.rank

@@ -23,7 +23,7 @@ from splash_engines.open import open_engine
 from splash_trt import environment, lifeline
 from splash_trt.config import DEFAULTS, MOST_MEMORY_BYTES, EngineConfig, Layout
 from splash_trt.dist.control import Kind
-from splash_trt.dist.place import choose, default_arena_bytes, gpu_name, refuse_too_much
+from splash_trt.dist.place import choose, default_arena_bytes, gpu_name, refuse_too_much, run_on_of
 from splash_trt.dist.watchdog import last_words
 from splash_trt.dist.world import World
 from splash_trt.engine_server import EngineServer, new_incarnation, ready_message
@@ -290,9 +290,8 @@ def serve_rank(options: ServeOptions, link_address: str | None = None, lifeline_
 
 def _serve(world: World, options: ServeOptions, link_address: str | None, frontends: OwnFrontends | None) -> int:
     model, source = open_model(options)
-    on_gpu = world.device.type == "cuda"
-    run_on, memory_bytes = ("gpu", default_arena_bytes(world)) if on_gpu else ("cpu", None)
-    config = engine_config(options, model, run_on, memory_bytes)
+    run_on = run_on_of(world)
+    config = engine_config(options, model, run_on, default_arena_bytes(world) if run_on == "gpu" else None)
     worker = start_worker(world, model, config, source, tokenizer_folder(options))
     if world.rank != 0:
         worker.follow()

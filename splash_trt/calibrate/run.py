@@ -18,7 +18,7 @@ from splash_trt.calibrate.cells import Cell, Limits, grid, random_cells
 from splash_trt.calibrate.fit import Sample, errors, fit
 from splash_trt.calibrate.measure import Bench, Progress, calibration_config, measure, product_rate
 from splash_trt.config import EngineConfig, Layout
-from splash_trt.dist.place import gpu_name
+from splash_trt.dist.place import gpu_name, run_on_of
 from splash_trt.dist.world import World
 from splash_trt.models.config import ModelConfig
 from splash_trt.scheduler.device import Device
@@ -84,8 +84,7 @@ def calibrate(
     """
     name = gpu_name(world)
     gpu = None if name is None else described_gpu(name)
-    on_gpu = gpu is not None
-    limits = limits or (GPU_LIMITS if on_gpu else LIMITS)
+    limits = limits or (GPU_LIMITS if gpu is not None else LIMITS)
     limits = replace(limits, context=min(limits.context, model.max_positions))
     layouts = layouts if world.size > 1 else layouts[:1]
     config = calibration_config(
@@ -94,7 +93,7 @@ def calibrate(
         dtype=dtype,
         limits=limits,
         layouts=layouts,
-        run_on="gpu" if on_gpu else "cpu",
+        run_on=run_on_of(world),
         simulate_routing=simulate_routing,
         experts_cut=experts_cut,
     )
